@@ -16,6 +16,7 @@ from scipy import stats
 import numpyro_gpaug as gpaug
 from numpyro_gpaug import diagnostics
 from numpyro_gpaug.likelihoods.expectations import predictive
+from tests.models import gram
 from tests.test_diagnostics import NOISE, data, draws, gaussian, kernel, wide_tree
 
 KEY = random.key(0)
@@ -193,9 +194,9 @@ def test_a_guide_that_is_too_wide_is_repaired(x64):
     """By 10% in every direction; the posterior is known."""
     X, _, _ = data()
     tree = wide_tree()
-    gram = np.asarray(kernel()(X, X))
-    solved = np.linalg.solve(gram + NOISE**2 * np.eye(20), gram)
-    truth = np.sqrt(np.diag(gram - gram @ solved))
+    K = gram(kernel(), X, X)
+    solved = np.linalg.solve(K + NOISE**2 * np.eye(20), K)
+    truth = np.sqrt(np.diag(K - K @ solved))
     sd = diagnostics.psis_estimates(tree)["posterior"]["f"]
     plain, corrected = (sd.sel(statistic=s).values for s in ("sd", "psis_sd"))
     np.testing.assert_allclose(plain / truth, 1.1, atol=0.03)
@@ -218,9 +219,8 @@ def test_a_pseudo_likelihood_has_its_own_density_and_no_loo(x64):
     params, _ = gaussian(X, y, Z)
     tree = draws(svm, params, X, labels, num_samples=30)
     v = tree["posterior"]["f.v"].values[0]
-    A = np.linalg.solve(
-        np.linalg.cholesky(np.asarray(kernel()(Z, Z))), np.asarray(kernel()(Z, X))
-    )
+    factor = np.linalg.cholesky(gram(kernel(), Z, Z))
+    A = np.linalg.solve(factor, gram(kernel(), Z, X))
     r = np.maximum(1 - np.square(A).sum(0), 0)
     z = np.linspace(-8, 8, 4001)
     f = (v @ A)[..., None] + np.sqrt(r)[:, None] * z

@@ -22,6 +22,7 @@ from sklearn.metrics import brier_score_loss
 import numpyro_gpaug as gpaug
 from numpyro_gpaug import diagnostics
 from numpyro_gpaug.diagnostics._arviz import part_of_arviz
+from tests.models import gram
 
 NOISE = 0.7
 
@@ -58,8 +59,8 @@ def learnt(X, y=None):
 
 def projection(X, Z):
     """A and the residual variances."""
-    gram = np.asarray(kernel()(Z, Z)) + 1e-10 * np.eye(len(Z))
-    A = np.linalg.solve(np.linalg.cholesky(gram), np.asarray(kernel()(Z, X)))
+    K = gram(kernel(), Z, Z) + 1e-10 * np.eye(len(Z))
+    A = np.linalg.solve(np.linalg.cholesky(K), gram(kernel(), Z, X))
     return A, np.maximum(1 - np.square(A).sum(0), 0)
 
 
@@ -133,8 +134,8 @@ def test_tree_has_the_groups_dims_and_values_of_arviz(exact):
     assert tree["sample_stats"]["log_p"].dims == ("chain", "draw")
     np.testing.assert_array_equal(tree["observed_data"]["y"].values, y)
     assert tree["fit"]["losses"].dims == ("step",)
-    gram = np.asarray(kernel()(X, X))
-    mean = gram @ np.linalg.solve(gram + NOISE**2 * np.eye(20), y)
+    K = gram(kernel(), X, X)
+    mean = K @ np.linalg.solve(K + NOISE**2 * np.eye(20), y)
     summary = arviz_stats.summary(tree, var_names=["f"], round_to="none")
     np.testing.assert_allclose(summary["mean"], mean, atol=0.03)
     replicated = tree["posterior_predictive"]["y"].values
@@ -364,8 +365,8 @@ def test_a_result_is_not_its_params():
 def test_ratios_of_an_exact_posterior_are_the_evidence(exact):
     X, y, tree = exact
     ratios = flat(tree, "log_p") - flat(tree, "log_q")
-    gram = np.asarray(kernel()(X, X)) + NOISE**2 * np.eye(len(X))
-    evidence = stats.multivariate_normal(np.zeros(len(X)), gram).logpdf(y)
+    K = gram(kernel(), X, X) + NOISE**2 * np.eye(len(X))
+    evidence = stats.multivariate_normal(np.zeros(len(X)), K).logpdf(y)
     np.testing.assert_allclose(ratios, evidence, atol=1e-6)
     psis = diagnostics.psis_khat(tree)
     assert psis.khat < 0.2
@@ -417,12 +418,12 @@ def test_loo_of_what_all_draws_are_certain_of():
 
 def test_loo_matches_leaving_one_out(exact):
     X, y, tree = exact
-    K = np.asarray(kernel()(X, X))
+    K = gram(kernel(), X, X)
     expected = []
     for i in range(len(y)):
         rest = np.arange(len(y)) != i
-        gram = K[np.ix_(rest, rest)] + NOISE**2 * np.eye(len(y) - 1)
-        solved = np.linalg.solve(gram, K[rest, i])
+        others = K[np.ix_(rest, rest)] + NOISE**2 * np.eye(len(y) - 1)
+        solved = np.linalg.solve(others, K[rest, i])
         mean, variance = solved @ y[rest], 1 + NOISE**2 - solved @ K[rest, i]
         expected.append(stats.norm.logpdf(y[i], mean, np.sqrt(variance)))
     for correct in (True, False):

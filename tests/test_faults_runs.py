@@ -412,7 +412,8 @@ def regression(X, y=None, *, inducing):
 OPTIMUM = -179.36
 
 
-@pytest.mark.parametrize("rate", [0.3, pytest.param(0.05, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rate", [0.3, 0.05])
 def test_large_steps_neither_stall_nor_seem_to_have_converged(rate) -> None:
     # Updates were halved without end, 1.5 nats short, and the equal losses of updates
     # that had been undone were taken for convergence.

@@ -117,20 +117,21 @@ def test_a_kernel_of_its_own_with_params() -> None:
     np.testing.assert_allclose(f.variance, expected, rtol=2e-5)
 
 
+def sites_of(guide, **kwargs):
+    def values():
+        trace = handlers.trace(handlers.seed(guide, 0))
+        trace = trace.get_trace(inputs(), inputs()[:, 0], **kwargs)
+        return {name: site["value"] for name, site in trace.items()}
+
+    return set(jax.eval_shape(values))
+
+
 def test_sites_of_a_guide_with_a_fixed_kernel() -> None:
     X = inputs()
     fixed = gpaug.AutoFunctionSpaceGP(
         regression, hidden_layer, gpaug.kernels.Matern52()
     )
-    drawn = jax.eval_shape(
-        lambda: {
-            name: site["value"]
-            for name, site in handlers.trace(handlers.seed(fixed, 0))
-            .get_trace(X, X[:, 0], inducing=X[:15])
-            .items()
-        }
-    )
-    assert set(drawn) == {"inner", "outer", "shift", "f"}
+    assert sites_of(fixed, inducing=X[:15]) == {"inner", "outer", "shift", "f"}
 
 
 @pytest.mark.slow
@@ -154,24 +155,36 @@ def test_comparable_with_the_optimum_by_kl() -> None:
     assert np.mean(found.variance) < variance.mean()
 
 
-def test_other_latents_go_to_another_guide() -> None:
-    def model(X, y=None, *, Z):
-        noise = numpyro.sample("noise", dist.LogNormal(-1, 1))
-        beta = numpyro.sample("beta", dist.Normal(0, 2).expand([2]).to_event(1))
-        gp = gpaug.GaussianProcess("f", gpaug.kernels.Matern52(), Z)
-        with numpyro.plate("data", X.shape[0]):
-            numpyro.sample("y", dist.Normal(gp(X) + X @ beta, noise), obs=y)
+def with_slopes(X, y=None, *, Z):
+    noise = numpyro.sample("noise", dist.LogNormal(-1, 1))
+    beta = numpyro.sample("beta", dist.Normal(0, 2).expand([2]).to_event(1))
+    gp = gpaug.GaussianProcess("f", gpaug.kernels.Matern52(), Z)
+    with numpyro.plate("data", X.shape[0]):
+        numpyro.sample("y", dist.Normal(gp(X) + X @ beta, noise), obs=y)
 
+
+def guide_with_slopes():
+    other = numpyro.infer.autoguide.AutoNormal
+    return gpaug.AutoFunctionSpaceGP(
+        with_slopes, lambda X: jnp.zeros(X.shape[0]), other=other
+    )
+
+
+def test_other_latents_have_params_of_another_guide() -> None:
+    guide = guide_with_slopes()
+    found = sites_of(guide, Z=inputs()[:10])
+    assert guide.structure.others == ("noise", "beta")
+    params = {f"{k}_auto_{p}" for k in ("noise", "beta") for p in ("loc", "scale")}
+    assert found == {"f", "f.v_auto_tril", "noise", "beta"} | params
+
+
+@pytest.mark.slow
+def test_other_latents_go_to_another_guide() -> None:
     X = inputs()
     noise = 0.1 * np.random.default_rng(0).normal(size=60)
     y = (X @ np.array([1.0, -2.0]) + noise).astype("float32")
-    guide = gpaug.AutoFunctionSpaceGP(
-        model, lambda X: jnp.zeros(X.shape[0]), other=numpyro.infer.autoguide.AutoNormal
-    )
-    posterior, result = fit(
-        model, guide, gpaug.TraceWasserstein_ELBO(num_points=20), X, y, Z=X[:10]
-    )
-    assert guide.structure.others == ("noise", "beta")
+    guide, loss = guide_with_slopes(), gpaug.TraceWasserstein_ELBO(num_points=20)
+    _, result = fit(with_slopes, guide, loss, X, y, Z=X[:10])
     np.testing.assert_allclose(result.params["beta_auto_loc"], [1, -2], atol=0.15)
     assert set(guide.median(result.params)) == {"noise", "beta"}
 

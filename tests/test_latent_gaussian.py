@@ -16,6 +16,7 @@ from scipy import stats
 from scipy.special import softmax
 
 import numpyro_gpaug as gpaug
+from tests.models import gram
 
 SLOW = pytest.mark.slow
 N = 25
@@ -350,10 +351,10 @@ def test_what_inducing_values_leave_over_is_in_covariances_and_contrasts():
     at = np.linspace(-1, 1, 7)
     kernel = gpaug.kernels.Matern32(0.7, 1.0)
     K, Kx, Kz = (
-        np.asarray(kernel(a[:, None], b[:, None]), float)
+        gram(kernel, a[:, None], b[:, None])
         for a, b in ((at, at), (COARSE, at), (COARSE, COARSE))
     )
-    cross = np.asarray(kernel(COARSE[:, None], T[:, None]), float)
+    cross = gram(kernel, COARSE[:, None], T[:, None])
     A = np.linalg.solve(Kz, Kx)
     inner = Kz + cross @ cross.T / 0.09
     exact = K - A.T @ Kx + Kx.T @ np.linalg.solve(inner, Kx)

@@ -10,6 +10,7 @@ import numpyro.distributions as dist
 import pytest
 from arviz_base import from_dict
 from jax.scipy.special import ndtr
+from scipy import stats
 
 import numpyro_gpaug as gpaug
 
@@ -33,24 +34,17 @@ def walk(y=None, *, steps=N):
         numpyro.sample("y", dist.Normal(level, 0.5), obs=y)
 
 
-def walk_at(t, y=None, *, steps=N):
-    level = numpyro.sample("level", dist.GaussianRandomWalk(0.3, steps))
-    with numpyro.plate("data", len(t)):
-        numpyro.sample("y", dist.Normal(level[t], 0.5), obs=y)
-
-
 def test_models_without_inputs_are_predicted():
-    bare, known = fitted(walk, TIMES), fitted(walk_at, np.arange(N), TIMES)
-    longer = {"steps": N + 3}
-    ahead = bare.predict_y(**longer), known.predict_y(np.arange(N + 3), **longer)
-    for moment in ("mean", "variance"):
-        np.testing.assert_allclose(*(getattr(x, moment) for x in ahead), rtol=1e-4)
-    assert bare.predict_f(site="level").mean.shape == (N,)
-    np.testing.assert_allclose(
-        bare.log_prob(TIMES), known.log_prob(np.arange(N), TIMES), rtol=1e-4
-    )
-    with pytest.raises(ValueError, match="pass the new inputs"):
-        known.predict_y()
+    posterior, at = fitted(walk, TIMES), np.arange(1, N + 4)
+    prior = 0.3**2 * np.minimum(at[:, None], at)
+    gain = np.linalg.solve(prior[:N, :N] + 0.25 * np.eye(N), prior[:N]).T
+    mean, variance = gain @ TIMES, np.diag(prior - gain @ prior[:N]) + 0.25
+    ahead = posterior.predict_y(steps=N + 3)
+    np.testing.assert_allclose(ahead.mean, mean, rtol=1e-3)
+    np.testing.assert_allclose(ahead.variance, variance, rtol=1e-3)
+    assert posterior.predict_f(site="level").mean.shape == (N,)
+    density = stats.norm(mean, np.sqrt(variance)).logpdf([*TIMES, 0, 0, 0])[:N]
+    np.testing.assert_allclose(posterior.log_prob(TIMES), density, rtol=1e-3)
 
 
 def alike(t, y=None, z=None, *, law):
@@ -61,6 +55,15 @@ def alike(t, y=None, z=None, *, law):
         numpyro.sample("y", law((a + b * t)[:, None]), obs=y)
     with numpyro.plate("others", 3):
         numpyro.sample("z", law(a), obs=z)
+
+
+@jax.jit
+def known(law, key):
+    """Draws, the mean, and probabilities, or the median and its level."""
+    drawn = law.sample(key, (4000,)), law.mean
+    if law.is_discrete:
+        return *drawn, law.probs
+    return *drawn, law.icdf(0.5), law.cdf(law.icdf(0.5))
 
 
 @pytest.mark.parametrize(
@@ -78,23 +81,25 @@ def test_predictions_have_the_shape_of_data(law):
 
     y = (T[:, None] > np.array([0.0, 0.2])).astype("float32")
     posterior = fitted(model, T, y, y[:3, 0])
+    with pytest.raises(ValueError, match="pass the new inputs"):
+        posterior.predict_y(site="y")
     for site, shape in (("y", (130, 2)), ("z", (3,))):
         new = np.linspace(-1, 1, 130, dtype="float32")
         found = posterior.predict_y(new, site=site)
-        assert found.batch_shape == found.mean.shape == shape
-        draws = np.asarray(found.sample(KEY, (4000,)))
-        np.testing.assert_allclose(draws.mean(0), found.mean, atol=0.06)
+        draws, mean, *rest = known(found, KEY)
+        draws = np.asarray(draws)
+        assert found.batch_shape == mean.shape == shape
+        np.testing.assert_allclose(draws.mean(0), mean, atol=0.06)
         # No two of them are the same draw.
         middle = draws[0].size // 2
         first, *others = draws.reshape(len(draws), -1).T[middle - 1 : middle + 2]
         apart = [np.corrcoef(first, other)[0, 1] for other in others]
         np.testing.assert_allclose(apart, 0, atol=0.06)
         if found.is_discrete:
-            np.testing.assert_allclose(found.probs + np.zeros(shape), found.mean)
+            np.testing.assert_allclose(rest[0] + np.zeros(shape), mean)
         else:
-            half = found.icdf(0.5)
-            np.testing.assert_allclose(half, found.mean, atol=1e-6)
-            np.testing.assert_allclose(found.cdf(half), np.full(shape, 0.5), atol=1e-6)
+            np.testing.assert_allclose(rest[0], mean, atol=1e-6)
+            np.testing.assert_allclose(rest[1], np.full(shape, 0.5), atol=1e-6)
 
 
 def survival(t, time=None, died=None):
@@ -180,7 +185,7 @@ def test_labels_by_quadrature_have_probabilities(law):
     posterior = fitted(model, T, DIED.astype(int))
     predicted = posterior.predict_y(T)
     draws = np.asarray(posterior["b"].sample(KEY, (20_000,)))
-    expected = law(draws[:, None] * T).probs.mean(0)
+    expected = jax.jit(lambda b: law(b[:, None] * T).probs.mean(0))(draws)
     np.testing.assert_allclose(predicted.probs, expected, atol=0.01)
     np.testing.assert_allclose(
         predicted.log_prob(DIED.astype(int)),

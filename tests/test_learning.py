@@ -440,9 +440,8 @@ def test_other_data_are_learnt_from_anew(learnt) -> None:
     assert abs(moved.losses[-1] - there.losses[-1]) < 0.05
 
 
-@pytest.mark.parametrize(
-    ("of_data", "of_params"), [(32, 64), pytest.param(64, 32, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow  # quick in test_dtypes.py
+@pytest.mark.parametrize(("of_data", "of_params"), [(32, 64), (64, 32)])
 def test_data_and_params_may_differ_in_dtype(x64, of_data, of_params) -> None:
     X, _, y = data(30)
     X, y = X.astype(f"float{of_data}"), y.astype("int32")

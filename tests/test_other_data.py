@@ -46,7 +46,12 @@ def by_weights(X, y=None, *, unit):
             marks=pytest.mark.slow,
         ),
         (by_argument, (0.0, 3.0), gpaug.AutoSparseGP),
-        (by_support, (np.float32(2), np.float32(9)), gpaug.AutoLatentGaussian),
+        pytest.param(
+            by_support,
+            (np.float32(2), np.float32(9)),
+            gpaug.AutoLatentGaussian,
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             by_weights,
             (np.float32(0), np.float32(3)),

@@ -19,6 +19,7 @@ from scipy.stats import norm
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.kernels import Matern32, SquaredExponential
 from tests.conftest import assert_close
+from tests.models import gram
 
 RNG = np.random.default_rng(0)
 X = RNG.uniform(-2, 2, (7, 2))
@@ -438,9 +439,9 @@ def test_several_processes_and_linear_weights_add_up():
     posterior = svi.posterior(result)
     parts = {
         "f": squared_exponential(X, X),
-        "g": -2 * np.asarray(other(inputs, inputs)),
+        "g": -2 * gram(other, inputs, inputs),
     }
-    total = parts["f"] + 4 * np.asarray(other(inputs, inputs)) + X @ X.T
+    total = parts["f"] + 4 * gram(other, inputs, inputs) + X @ X.T
     weights = np.linalg.solve(total + 0.25 * np.eye(7), Y)
     for name, cross in parts.items():
         mean = posterior.predict_f(inputs, site=name).mean

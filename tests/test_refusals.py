@@ -198,6 +198,7 @@ def test_steps_continue_on_other_data() -> None:
     )
 
 
+@pytest.mark.slow
 def test_local_latents_see_their_own_batch() -> None:
     """Outliers absorb their own noise, on minibatches as on full data."""
 

@@ -140,6 +140,7 @@ def test_hard_matrices_are_whitened(size) -> None:
             assert (explained > gram.diagonal() * (1 - tolerance)).all()
 
 
+@pytest.mark.slow  # quick for matrices
 def test_a_fit_on_duplicates_with_a_long_lengthscale(problems, fitters) -> None:
     X, y, Z = problems[2]
     twice = X, y, np.concatenate([Z[:100], Z[:100]])
