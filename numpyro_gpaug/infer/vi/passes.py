@@ -304,6 +304,9 @@ class _Stepper(Stepper):
         super().__init__(plan, settings, Arguments.split((), {}))
         self._in_blocks = problem
 
+    def key(self, state: ConjugateState) -> Array:
+        return state.rng_key  # nothing is drawn
+
     def problem_and_pullback(self, values: Any, key: Array, indices: Any) -> Any:
         # Its gradient is in the params already.
         return self._in_blocks(values, key), lambda slopes: slopes

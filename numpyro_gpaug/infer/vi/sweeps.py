@@ -15,6 +15,7 @@ from numpyro_gpaug.gaussians.base import scatter, selected
 from numpyro_gpaug.infer.vi.evaluation import Evaluation, Place
 from numpyro_gpaug.infer.vi.latent_gaussian import LatentGaussian, Natural
 from numpyro_gpaug.infer.vi.schedules import Schedule
+from numpyro_gpaug.math.compiling import few
 from numpyro_gpaug.model.structure import Structure
 
 MAX_HALVINGS = 12
@@ -170,6 +171,7 @@ def _for_each_latent(move: Callable[[Array, Any], Any], count: int, start: Any) 
     return lax.fori_loop(0, count, lambda p, carry: move(p[None], carry), start)
 
 
+@few
 def mix(old: Any, target: Any, step: Array) -> Any:
     """Return the convex combination of natural parameters for a step of size
     ``step``."""
@@ -190,6 +192,7 @@ def starts_augmented(structure: Structure) -> bool:
     )
 
 
+@few
 def next_step(
     step: Array, tries: Array, largest_step: float, before: Array, after: Array
 ) -> Array:
