@@ -89,7 +89,7 @@ def test_with_gaussian_noise_no_move_is_refused(x64, groups) -> None:
     args, data = (x, group, x + 1), {"groups": groups, "law": lambda e: dist.Normal(e)}
     kernel = gpaug.EllipticalSlice(given)
     _, evaluations, log_ratio, effect = moves(kernel, args, data, "effect")
-    assert bool(kernel.structure.form.independent_groups) == (groups > GROUPS)
+    assert bool(kernel.structure.form.independent.groups) == (groups > GROUPS)
     np.testing.assert_array_equal(evaluations, 1)
     np.testing.assert_allclose(log_ratio, log_ratio[0], atol=1e-5)
     assert (np.std(effect, 0) > 0.05).all()

@@ -962,7 +962,7 @@ def test_mixtures_weigh_their_parts_by_their_counts():
 def weighted(ratios, **options):
     n, draws = ratios.shape
     points = np.arange(n, dtype=float)[:, None]
-    return Weighted.of(points, np.zeros((n, draws, 1)), ratios, normalised=True)
+    return Weighted.of(points, ratios, normalised=True)
 
 
 @pytest.mark.parametrize("d", [1, 2])

@@ -205,7 +205,7 @@ def test_groups_predict_what_matrices_predict(monkeypatch):
         monkeypatch.setattr(costs, "_OVERHEAD", overhead)
         runs.append(nested(poisson, group, y, data={"members": 20}))
     grouped = [
-        bool(run._run.programs.structure.form.independent_groups) for run in runs
+        bool(run._run.programs.structure.form.independent.groups) for run in runs
     ]
     assert grouped == [False, True]
     dense, grouped = (run.posterior(num_points=512) for run in runs)

@@ -12,6 +12,7 @@ from scipy import sparse
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.distributions.gaussian import StructuredGaussian
 from numpyro_gpaug.gaussians import Dense, Layout, Sparse
+from numpyro_gpaug.infer.nested import apart
 from numpyro_gpaug.math.sparse_pattern import Pattern
 from numpyro_gpaug.model import inspect_joint
 from numpyro_gpaug.model.costs import WHITE
@@ -190,16 +191,19 @@ def test_groups_that_are_new_beside_a_field(dtype, always_sparse, monkeypatch, f
     indirect=["dtype"],
 )
 def test_a_sparse_structure_is_a_dense_gaussian(dtype):
+    # A lattice, a node beside one of it, one between two neighbours, and one by itself.
     i, j = np.nonzero(np.tril(lattice(3)))
-    pattern = Pattern.of(9, i, j)
+    i, j = np.append(i, [9, 10, 10]), np.append(j, [0, 4, 5])
+    pattern = Pattern.of(12, i, j)
     entries = np.where(pattern.rows == pattern.columns, 4.0, -0.7)
     # Three more nodes, and another number that any datum may depend on.
-    wider = Pattern.of(12, np.append(i, [9, 10, 11]), np.append(j, [9, 10, 11]))
+    wider = Pattern.of(15, i, j)
     more = np.where(wider.rows == wider.columns, 4.0, -0.7)
-    more[wider.diagonal[9:]] = 1
-    places = np.array([*range(9), -1, -1, -1, 9, 10, -1])
-    other = Sparse(Layout(12, 1, 3), wider), more, places
-    structure = Sparse(Layout(9, 1, 2), pattern)
+    more[wider.diagonal[12:]] = 1
+    places = np.array([*range(12), -1, -1, -1, 12, 13, -1])
+    other = Sparse(Layout(15, 1, 3), wider), more, places
+    structure = Sparse(Layout(12, 1, 2), pattern)
+    assert structure.independent == Layout(3, 1, 11)
     check_structure(structure, entries, other=other, dtype=dtype)
 
 
@@ -281,8 +285,10 @@ def test_draws_add_up_to_zero_where_there_are_no_data():
 def test_integrated_hyperparameters_of_a_field(always_sparse, monkeypatch):
     def model(area, x, y=None):
         scale = numpyro.sample("scale", dist.HalfNormal(1))
-        of_areas(lambda: gpaug.ICAR(lattice(), scale))(area, x, y=y)
+        of_areas(lambda: gpaug.BYM2(lattice(), scale, 0.6))(area, x, y=y)
 
+    # The unstructured effects are weighted apart.
+    monkeypatch.setattr(apart, "FEWEST", 8)
     found = []
     for fewest in (1, np.inf):
         monkeypatch.setattr(inspect_joint, "FEWEST_NODES", fewest)
@@ -291,6 +297,7 @@ def test_integrated_hyperparameters_of_a_field(always_sparse, monkeypatch):
         found.append(nested)
     one, two = (x.get_extra_fields()["log_evidence"] for x in found)
     assert found[0].certified
+    assert found[0]._run.weighted.alike > 1
     assert one == pytest.approx(two, abs=0.15)
 
 

@@ -178,10 +178,24 @@ class Structure(ABC):
         return self.layout.others
 
     @property
-    def independent_groups(self) -> int:
-        """Number of groups of latents that are independent given all others: 0 if the
-        structure has none."""
-        return 0
+    def independent(self) -> Layout:
+        """The layout of the noise of moments: groups of latents that are independent
+        given all others, and then the rest. The noise of a group changes no other
+        latents. There are no groups if the structure has none."""
+        return Layout(0, 0, self.rank)
+
+    def split_apart(self, z: Any) -> tuple[Any, Any]:
+        """Split latents (..., M) into those of independent groups, (..., G, R), and all
+        others."""
+        return self.independent.split(z)
+
+    def join_apart(self, groups: Array, others: Array) -> Array:
+        """Join the two parts that :meth:`split_apart` returns."""
+        return self.independent.joined(groups, others)
+
+    def join_noise(self, groups: Array, others: Array) -> Array:
+        """Join the noise of independent groups, (..., G, R), and the rest of it."""
+        return self.independent.joined(groups, others)
 
     @abstractmethod
     def cost(self, rows: int, width: int) -> float:
@@ -253,6 +267,11 @@ class StructurePrior(GaussianPrior, Protocol):
 
     def log_density(self, z: Array) -> Array:
         """Return the log-density at latents (latents, M), (latents,)."""
+
+    def terms_apart(self, groups: Array, others: Array) -> tuple[Array, Array]:
+        """Return numbers that add up as :meth:`terms`: those of independent groups (J,
+        G, R) given all other latents (K,), and those of these. Only structures with
+        independent groups have it."""
 
 
 def selected(tree: Any, latents: Array | None) -> Any:

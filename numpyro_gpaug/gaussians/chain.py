@@ -441,7 +441,10 @@ class Chain(Groups):
     """Groups that are the steps of chains, with transitions between them."""
 
     natural: ClassVar[Any] = ChainNatural
-    independent_groups = 0
+
+    @property
+    def independent(self) -> Layout:
+        return Layout(0, 0, self.rank)
 
     def describe(self, names: str, block: int) -> str:
         groups, each, corner, steps = self.layout

@@ -278,6 +278,10 @@ class GroupPrior:
         """See :class:`~numpyro_gpaug.gaussians.base.StructurePrior`."""
         return -0.5 * jnp.square(z)
 
+    def terms_apart(self, groups: Array, others: Array) -> tuple[Array, Array]:
+        """See :class:`~numpyro_gpaug.gaussians.base.StructurePrior`."""
+        return self.terms(groups), self.terms(others)
+
     def log_density(self, z: Array) -> Array:
         """Return the log-density at latents (..., G R + K)."""
         return log_normal(z)
@@ -295,8 +299,8 @@ class Groups(Structure):
     natural: ClassVar[Any] = GroupNatural
 
     @property
-    def independent_groups(self) -> int:
-        return self.layout.groups
+    def independent(self) -> Layout:
+        return self.layout
 
     def cost(self, rows: int, width: int) -> float:
         groups, each, corner, _ = self.layout

@@ -13,9 +13,9 @@ L^{-T} F V'``,
 The nodes of an intrinsic prior add up to zero in each connected component: ``a_k' x =
 0``. Its precision Q is singular along these orthonormal vectors. Given the constraints,
 ``e`` is orthogonal to ``U = L^{-1} (a_1, ..., a_c)``: reflections turn ``e`` such that
-its first c numbers are zero, and everything above holds for the others. ``M`` then
-contains a small multiple of the identity, without which it would be singular where
-there are no data; the prior's density does not contain it.
+the number of one node of each component is zero, and everything above holds for the
+others. ``M`` then contains a small multiple of the identity, without which it would be
+singular where there are no data; the prior's density does not contain it.
 
 References: Rue and Held (2005), Gaussian Markov random fields, chapters 2 and 3; Rue
 and Martino (2007), Approximate Bayesian inference for hierarchical Gaussian Markov
@@ -81,7 +81,7 @@ class SparseMoments(NamedTuple):
     def _half(self) -> _Half:
         normals = jnp.asarray(self.structure.constraints, self.mean.dtype)
         factor = jax.tree.map(lambda x: x[0], self.factor)
-        return _Half(factor, self.reflections[0], normals)
+        return _Half(factor, self.reflections[0], normals, self.structure.first)
 
     @property
     def _drawn(self) -> Array:
@@ -177,11 +177,13 @@ class _Half(NamedTuple):
     :param factor: the factor of the precision.
     :param reflections: (c, N).
     :param normals: orthonormal vectors to which deviations are orthogonal, (N, c).
+    :param first: the node of each component whose noise is zero, (c,).
     """
 
     factor: Any
     reflections: Array
     normals: Array
+    first: np.ndarray
 
     def __call__(self, b: Array) -> Array:
         """Return rows (N - c, n) whose squares sum to variances, of columns (N, n)."""
@@ -200,18 +202,22 @@ class _Half(NamedTuple):
 
     def removed(self) -> Array:
         """Return the columns W (N, c), see :class:`SparseMoments`."""
-        count, size = self.reflections.shape
-        first = jnp.eye(size, count, dtype=self.reflections.dtype)
-        if not count:
-            return first
-        return self.factor.half_solve_transposed(_reflected(self.reflections, first))
+        units = jnp.zeros_like(self.normals)
+        if not len(self.first):
+            return units
+        units = units.at[self.first, np.arange(len(self.first))].set(1)
+        return self.factor.half_solve_transposed(_reflected(self.reflections, units))
 
     def _turned(self, e: Array) -> Array:
-        return _reflected(self.reflections[::-1], e)[len(self.reflections) :]
+        return jnp.delete(_reflected(self.reflections[::-1], e), self.first, 0)
 
     def _back(self, noise: Array) -> Array:
-        full = jnp.pad(noise, [(len(self.reflections), 0), (0, 0)])
-        return _reflected(self.reflections, full)
+        if not len(self.first):
+            return noise
+        source = np.arange(len(self.normals))
+        source -= np.searchsorted(np.sort(self.first), source)
+        source[self.first] = len(noise)
+        return _reflected(self.reflections, jnp.pad(noise, [(0, 1), (0, 0)])[source])
 
 
 def _reflected(vectors: Array, x: Array) -> Array:
@@ -221,15 +227,18 @@ def _reflected(vectors: Array, x: Array) -> Array:
     return x
 
 
-def _reflections(columns: Array) -> Array:
+def _reflections(columns: Array, first: np.ndarray) -> Array:
     """Return unit vectors (c, N) of reflections, which turn columns (N, c) into columns
-    that are zero below the first c rows."""
+    that are zero but for c rows.
+
+    :param first: these rows.
+    """
     found: list[Array] = []
     rest = columns
-    for k in range(columns.shape[-1]):
-        x = jnp.where(jnp.arange(len(rest)) < k, 0, rest[:, k])
+    for k, row in enumerate(first):
+        x = rest[:, k].at[first[:k]].set(0)
         size = jnp.linalg.norm(x)
-        v = x.at[k].add(jnp.where(x[k] < 0, -size, size))
+        v = x.at[row].add(jnp.where(x[row] < 0, -size, size))
         v = v / jnp.linalg.norm(v)
         rest = _reflected(v[None], rest)
         found.append(v)
@@ -263,7 +272,8 @@ class SparseNatural(NamedTuple):
         factor = sparse_cholesky.factor(structure.pattern, entries)
         normals = jnp.asarray(structure.constraints, entries.dtype)
         free = factor.half_solve(normals) if normals.shape[-1] else normals
-        half = _Half(factor, _reflections(free), normals)
+        first = structure.first
+        half = _Half(factor, _reflections(free, first), normals, first)
         own, corner = structure.columns(self.potential[0][:, None])
         rows = half(jnp.concatenate([own, self.border[0]], -1))
         white, rows = rows[:, 0], rows[:, 1:]
@@ -377,6 +387,16 @@ class NodePrior:
         """Return numbers whose sum is the log-density at latents (N + K,), without its
         constant and half of :attr:`log_det`."""
         return -0.5 * z * self._moved(z)
+
+    def terms_apart(self, groups: Array, others: Array) -> tuple[Array, Array]:
+        """See :class:`~numpyro_gpaug.gaussians.base.StructurePrior`."""
+        structure = self.structure
+        z = structure.join_apart(jnp.zeros_like(groups[0]), others)
+        pulled, moved = structure.split_apart(self._moved(z))
+        own = self.entries[structure.pattern.diagonal]
+        border = jnp.ones(structure.layout.others, own.dtype)
+        diagonal, _ = structure.split_apart(jnp.concatenate([own, border]))
+        return -groups * (pulled + 0.5 * diagonal * groups), -0.5 * others * moved
 
     def log_density(self, z: Array) -> Array:
         """Return the log-density at latents (1, N + K), (1,)."""
@@ -519,6 +539,41 @@ class Sparse(Structure):
         labels = np.frombuffer(self.labels, np.int32)
         found = np.equal.outer(labels, np.arange(labels.max() + 1)).astype(float)
         return found / np.linalg.norm(found, axis=0)
+
+    @cached_property
+    def first(self) -> np.ndarray:
+        """The first node of each component that adds up to zero, (c,)."""
+        return self.constraints.astype(bool).argmax(0)
+
+    @cached_property
+    def _apart(self) -> np.ndarray:
+        """The nodes that are independent given all others, (G,): they are eliminated
+        first, and are in no component that adds up to zero."""
+        outer = self.pattern.outer
+        return outer[~self.is_constrained[outer]]
+
+    @cached_property
+    def _rest(self) -> np.ndarray:
+        """All other latents, (N + K - G,)."""
+        return np.delete(np.arange(self.size), self._apart)
+
+    @property
+    def independent(self) -> Layout:
+        groups = len(self._apart)
+        return Layout(groups, 1, self.rank - groups)
+
+    def split_apart(self, z: Any) -> tuple[Any, Any]:
+        return z[..., self._apart, None], z[..., self._rest]
+
+    def join_apart(self, groups: Array, others: Array) -> Array:
+        order = np.argsort(np.append(self._apart, self._rest))
+        return jnp.concatenate([groups[..., 0], others], -1)[..., order]
+
+    def join_noise(self, groups: Array, others: Array) -> Array:
+        kept = np.delete(np.arange(self.size), self.first)
+        after = np.isin(kept, self._apart, invert=True)
+        order = np.argsort(np.argsort(after, kind="stable"))
+        return jnp.concatenate([groups[..., 0], others], -1)[..., order]
 
     @property
     def is_constrained(self) -> np.ndarray:

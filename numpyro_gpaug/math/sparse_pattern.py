@@ -16,7 +16,10 @@ from jax.typing import ArrayLike
 
 _Indices = np.ndarray
 # Parts of the graph up to this size are not cut.
-_LEAF = 8
+_PART = 8
+# Neighbours of a node that is eliminated before others, at most; and how many nodes
+# there are for each of these, at most.
+_NEAR, _SHARE = 4, 16
 # Nanoseconds on one core of a CPU: of an operation of a product of matrices, of the
 # cube of a number of pivots, of an entry of a border that is passed on, of an entry of
 # a front that is copied, of a front, and of a group of fronts. The last is mostly the
@@ -139,6 +142,26 @@ class Pattern:
             found[node] = free.argmax()
         return found
 
+    @cached_property
+    def outer(self) -> _Indices:
+        """The nodes that are eliminated before all others, sorted: no two of them are
+        neighbours, and the neighbours of each are neighbours of one another, so that no
+        entries are filled in. There are none if there are few, or no others."""
+        rows, columns = _both_directions(self)
+        starts = np.searchsorted(rows, np.arange(self.size + 1))
+        degrees = np.diff(starts)
+        found = degrees <= _NEAR
+        for degree in range(2, _NEAR + 1):
+            nodes = np.flatnonzero(degrees == degree)
+            near = columns[starts[nodes][:, None] + np.arange(degree)]
+            i, j = near[:, :, None], near[:, None]
+            found[nodes] = (self.find(i, j) < len(self.rows)).all((1, 2))
+        # The first of neighbours.
+        earlier = found[rows] & found[columns] & (columns < rows)
+        found[rows[earlier]] = False
+        enough = self.size <= _SHARE * found.sum() and not found.all()
+        return np.flatnonzero(found & enough)
+
     @property
     def elimination(self) -> Elimination:
         """The order of elimination. It is cached."""
@@ -218,10 +241,55 @@ def _eliminated(pattern: Pattern) -> Elimination:
     from numpyro_gpaug.math.dissection import dissect
 
     rows, columns = _both_directions(pattern)
-    depth, code = dissect(pattern.size, rows, columns, _LEAF)
+    inner = np.ones(pattern.size, bool)
+    inner[pattern.outer] = False
+    new, kept = np.cumsum(inner) - 1, inner[rows] & inner[columns]
+    depth, code = np.zeros((2, pattern.size), np.int64)
+    depth[inner], code[inner] = dissect(
+        int(inner.sum()), new[rows[kept]], new[columns[kept]], _PART
+    )
+    if len(pattern.outer):
+        _hang(pattern.outer, (rows, columns), depth, code)
     borders = _borders(pattern.size, rows, columns, depth, code)
-    tops = _groups(depth, code, borders)
+    tops = _groups(depth, code, borders, apart=len(pattern.outer) > 0)
     return _Builder(pattern, depth, code, borders, tops).build()
+
+
+def _hang(
+    outer: _Indices,
+    ends: tuple[_Indices, _Indices],
+    depth: _Indices,
+    code: _Indices,
+) -> None:
+    """Hang outer nodes into the tree, each as a leaf of its own below the deepest of
+    its neighbours, in a part that has this neighbour in its border already. All leaves
+    have the same depth.
+
+    :param outer: the nodes.
+    :param ends: the ends of each edge, in both directions, sorted.
+    :param depth: the depth of each node, which is set here for outer nodes.
+    :param code: its place in the tree, likewise.
+    """
+    size, (rows, columns) = len(depth), ends
+    inner = np.ones(size, bool)
+    inner[outer] = False
+    deepest = int(depth[inner].max(initial=0))
+    near, below = np.full(size, -1), np.arange(size)
+    # The last of several edges counts.
+    order = np.argsort(depth[columns], kind="stable")
+    rows, columns = rows[order], columns[order]
+    hung = ~inner[rows]
+    near[rows[hung]] = columns[hung]
+    lower = inner[rows] & inner[columns] & (depth[columns] > depth[rows])
+    below[rows[lower]] = columns[lower]
+    at = below[near]
+    # Those without neighbours are spread out.
+    under = np.arange(size) % (1 << deepest)
+    under = np.where(near < 0, under, code[at] << (deepest - depth[at]))[outer]
+    parents, parent = np.unique(under, return_inverse=True)
+    rank, counts = _ranks(parent, len(parents))
+    bits = int(counts.max()).bit_length()
+    depth[outer], code[outer] = deepest + 1 + bits, (under << (1 + bits)) + rank
 
 
 def _both_directions(pattern: Pattern) -> tuple[_Indices, _Indices]:
@@ -254,10 +322,12 @@ def _borders(
     return borders[::-1]
 
 
-def _groups(depth: _Indices, code: _Indices, borders: list[_Indices]) -> list[int]:
+def _groups(
+    depth: _Indices, code: _Indices, borders: list[_Indices], *, apart: bool
+) -> list[int]:
     """Return the depths at which groups of fronts begin. A group joins the separators
     of consecutive depths where that costs less than to eliminate them one after
-    another."""
+    another; but the deepest are a group of their own if they are to be ``apart``."""
     deepest = int(depth.max(initial=0))
     size = len(depth)
     best = np.full(deepest + 2, np.inf)
@@ -270,7 +340,8 @@ def _groups(depth: _Indices, code: _Indices, borders: list[_Indices]) -> list[in
         _, sizes = np.unique(borders[top] // max(size, 1), return_counts=True)
         border = int(sizes.max(initial=0))
         pivots = np.zeros(count, np.int64)
-        for end in range(top, deepest + 1):
+        last = deepest - (apart and top < deepest)
+        for end in range(top, last + 1):
             pivots += np.bincount(part[over == end - top], minlength=count)
             here = _cost(count, int(pivots.max(initial=0)), border)
             if here + best[end + 1] < best[top]:

@@ -35,7 +35,7 @@ class Purpose(NamedTuple):
 
         :param form: a form with groups or chains.
         """
-        if form.form.independent_groups >= self.apart:
+        if form.form.independent.groups >= self.apart:
             return 0.0
         return _OVERHEAD
 

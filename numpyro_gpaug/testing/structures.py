@@ -183,7 +183,9 @@ class _Structured(NamedTuple):
         """Return pairs of predictors whose covariances follow from their rows: pairs in
         any groups, if groups are independent given all other latents."""
         left, right = problem.places
-        free = self.structure.any_rows or self.structure.independent_groups
+        structure = self.structure
+        apart = structure.independent.groups and not structure.all_groupings
+        free = structure.any_rows or apart
         return left, right[::-1] if free else right
 
     def matrices(self, problem: _Problem) -> tuple[Array, Array]:
@@ -261,6 +263,8 @@ class _Structured(NamedTuple):
             "the covariances of pairs": map_.covariances(q, *self.pairs(problem)),
             "the covariances of predictors": map_.covariance(q),
         }
+        if structure.independent.groups:
+            found |= self._found_apart(prior, q, z[0])
         if self.other is not None:
             other, links, places = self.other
             links = None if links is None else jnp.asarray(links, dtype)
@@ -271,6 +275,23 @@ class _Structured(NamedTuple):
                 "the variances of other latents": q.variances,
             }
         return found
+
+    def _found_apart(self, prior: Any, q: Any, z: Array) -> dict[str, Array]:
+        """Return the same of groups that are independent given all other latents."""
+        structure = self.structure
+        groups, others = structure.split_apart(z)
+        parts = prior.terms_apart(groups[None], others)
+        number = groups.size
+        own = jnp.eye(number, dtype=z.dtype).reshape(number, *groups.shape)
+        rest = jnp.zeros((number, structure.independent.others), z.dtype)
+        moved = structure.split_apart(q.unwhiten(structure.join_noise(own, rest)))
+        root = moved[0].reshape(number, number)
+        return {
+            "latents that are split and joined": structure.join_apart(groups, others),
+            "the prior's terms of groups and others": sum(x.sum() for x in parts),
+            "the covariance of groups given others": root.T @ root,
+            "others for the noise of groups": moved[1],
+        }
 
     def expected(self, problem: _Problem) -> dict[str, Any]:
         """Return the expected results, computed with matrices in double precision."""
@@ -318,6 +339,15 @@ class _Structured(NamedTuple):
             "the covariances of pairs": predicted[self.pairs(problem)][None],
             "the covariances of predictors": predicted[None],
         }
+        if self.structure.independent.groups:
+            groups, others = self.structure.split_apart(np.arange(size))
+            own = np.ix_(groups.ravel(), groups.ravel())
+            found |= {
+                "latents that are split and joined": z[0],
+                "the prior's terms of groups and others": -0.5 * squares[0],
+                "the covariance of groups given others": np.linalg.inv(whole[own]),
+                "others for the noise of groups": np.zeros((groups.size, others.size)),
+            }
         if self.other is not None:
             found |= self._of_others(mean[0], covariance)
         return found

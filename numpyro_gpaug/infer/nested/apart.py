@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Draws of latents whose groups are weighted separately.
 
-Given hyperparameters and the border :math:`u` of the precision matrix (fixed effects,
-effects of other groupings), groups :math:`z_g` are independent in the posterior. With J
+Given hyperparameters and all other latents :math:`u` (fixed effects, effects of other
+groupings), groups :math:`z_g` are independent in the posterior. So are the unstructured
+effects of areas given the structured ones. With J
 candidates for each group, their mean weight estimates the integral of the group, and
 the product of the means estimates the weight of :math:`u`,
 
@@ -37,7 +38,7 @@ import numpy as np
 from jax import Array
 from jax.scipy.special import logsumexp
 
-from numpyro_gpaug.gaussians.base import Layout
+from numpyro_gpaug.gaussians.base import Layout, Structure
 from numpyro_gpaug.math.importance import compensated_sum
 from numpyro_gpaug.model.affine import ROUNDING
 from numpyro_gpaug.model.latents import JointStructure
@@ -57,7 +58,7 @@ SCALES = 1.0, 1.0, 2.0, 4.0, 8.0, 16.0
 class Apart(NamedTuple):
     """The way in which draws at one point are weighted.
 
-    :param sizes: sizes of the latents.
+    :param sizes: sizes of the noise: of groups, and of the rest.
     :param group: the group on which each log-density of the data depends, (n,); the
         number of groups for none.
     :param corners: the number of draws of the border; all have equally many candidates
@@ -80,7 +81,7 @@ def may_part(structure: JointStructure) -> bool:
 
     :param structure: the structure of the model.
     """
-    return structure.form.independent_groups >= FEWEST
+    return structure.form.independent.groups >= FEWEST
 
 
 def draws_at(sizes: Layout) -> int:
@@ -113,7 +114,7 @@ def group_of_terms(
 
     :param terms: returns the terms, (k, n), at latents made from standard normal
         numbers (k, size).
-    :param sizes: sizes of the latents.
+    :param sizes: sizes of these numbers.
     :param rng: random numbers.
     """
     groups = sizes.groups
@@ -157,7 +158,9 @@ def group_of_terms(
 def weigh_apart(
     apart: Apart,
     number: int,
+    form: Structure,
     q: Any,
+    prior: Any,
     log_terms: Callable[[Array], Array],
     latents: Callable[[Array], Any],
     shift: Array,
@@ -170,7 +173,9 @@ def weigh_apart(
 
     :param apart: the groups; its ``group`` may be traced.
     :param number: J, candidates of a group.
+    :param form: the structure of the latents.
     :param q: the Gaussian.
+    :param prior: the prior of the latents.
     :param log_terms: returns the terms of the data at latents (size,).
     :param latents: returns values of sites there.
     :param shift: shift of the border from the mean of the Gaussian, in units of
@@ -185,24 +190,23 @@ def weigh_apart(
     def one(rest: Array, width: Array, uniform: Array) -> tuple[Any, ...]:
         own, over = _candidates(uniform[:, :-1], number)
         wide = jnp.broadcast_to(width * rest + shift, (number, len(rest)))
-        z = q.mean + q.unwhiten(sizes.joined(own, wide))
+        z = q.mean + q.unwhiten(form.join_noise(own, wide))
         data = jax.vmap(log_terms)(z)
         # Of the best candidate, whose rounding counts: others may be far out.
         base = data.max(0)
         base = jnp.where(jnp.isfinite(base), base, 0)
         rises = jnp.zeros((sizes.groups + 1, number), data.dtype)
         rises = rises.at[apart.group].add((data - base).T)[:-1]
-        white, corners = sizes.split(z)
-        corner = corners[0]
-        # Both log-densities at once: their difference is small.
-        latent = 0.5 * (own - white) * (own + white) - over
+        candidates, corners = form.split_apart(z)
+        of_groups, of_corner = prior.terms_apart(candidates, corners[0])
+        latent = 0.5 * jnp.square(own) + of_groups - over
         weights = rises.T + latent.sum(-1)
         level = logsumexp(weights, 0)
         chosen = _chosen(jnp.exp(weights - level), uniform[:, -1])
-        composed = jnp.take_along_axis(white, chosen[..., None], 0)
-        beside = 0.5 * (rest - corner) * (rest + corner) + jnp.log(width)
-        terms = jnp.concatenate([base, beside, level - np.log(number)])
-        drawn = sizes.joined(composed, corners)
+        composed = jnp.take_along_axis(candidates, chosen[..., None], 0)
+        beside = 0.5 * jnp.square(rest) + jnp.log(width)
+        terms = jnp.concatenate([base, beside, of_corner, level - np.log(number)])
+        drawn = form.join_apart(composed, corners)
         return drawn, *compensated_sum(terms), jax.vmap(latents)(drawn)
 
     drawn, total, lost, sites = jax.vmap(one)(noise, widths, uniform)

@@ -4,6 +4,7 @@ generators would take longer to compile than most of the programs."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -75,6 +76,12 @@ class Points(NamedTuple):
     squares: np.ndarray
     sites: dict[str, Any]
     corner: np.ndarray
+
+
+def _empty(num: int, part: np.ndarray) -> np.ndarray:
+    """Return room for as many points as given, whose arrays are like those of a
+    part."""
+    return np.empty((num, *part.shape[1:]), part.dtype)
 
 
 class _Gaussians:
@@ -254,13 +261,15 @@ class Drawer:
         :param widths: widths, (n, draws).
         :param found: whether to search for the Gaussian at all of them.
         """
-        chunk = self.programs.chunk
-        starts = range(0, len(points), chunk)
-        parts = [
-            self._chunk(points[i : i + chunk], widths[i : i + chunk], found)
-            for i in starts
-        ]
-        return jax.tree.map(lambda *x: np.concatenate(x), *parts)
+        chunk, whole = self.programs.chunk, None
+        for i in range(0, len(points), chunk):
+            part = self._chunk(points[i : i + chunk], widths[i : i + chunk], found)
+            if whole is None:
+                whole = jax.tree.map(partial(_empty, len(points)), part)
+            for into, new in zip(*map(jax.tree.leaves, (whole, part)), strict=True):
+                into[i : i + chunk] = new
+        assert whole is not None
+        return whole
 
     def _chunk(self, points: np.ndarray, widths: np.ndarray, found: bool) -> Points:
         programs, num = self.programs, len(points)

@@ -51,7 +51,8 @@ class Run:
 
     :param programs: programs of the model at its arguments.
     :param arrays: array arguments of the model.
-    :param weighted: the draws.
+    :param weighted: the draws of hyperparameters, and all weights.
+    :param z: whitened latents, (n, draws, size).
     :param values: values of all sites at the draws, by name, (n, draws, ...); only the
         names for deterministic sites.
     :param clock: the times of the run.
@@ -72,6 +73,7 @@ class Run:
     programs: Programs
     arrays: Any
     weighted: Weighted
+    z: np.ndarray
     values: dict[str, Any]
     clock: Clock
     evaluations: int
@@ -110,7 +112,7 @@ class Run:
         """
         draws = self.weighted.log_ratios.shape[1]
         if run:
-            flat = self.weighted.z.reshape(-1, self.weighted.z.shape[-1])
+            flat = self.z.reshape(-1, self.z.shape[-1])
             return self.at(self.weighted.points[indices // draws], flat[indices])
         hidden = self._deterministic
         known = {k: x for k, x in self.values.items() if k not in hidden}
@@ -251,7 +253,7 @@ def integrated(
             bar.set_description("further draws")
             weighted = extended(pool, weighted, laws[0], num_points, programs.chunk)
     return Run(
-        programs, arrays, weighted, pool.drawn.sites, clock, drawer.evaluations, width,
+        programs, arrays, weighted, *pool.drawn, clock, drawer.evaluations, width,
         f"Importance sampling{drawer.weighed}", int(rng.integers(2**32)), modes,
         drawer.starts, found,
     )  # fmt: skip
@@ -298,9 +300,7 @@ def sampled(
     ratios = drawn.log_joint_over_q - target[:, None]
     with clock.part("certificate"):
         _refuse_none(_without_failures(ratios))
-        weighted = Weighted.of(
-            points, drawn.z, ratios, normalised=False, alike=drawer.alike
-        )
+        weighted = Weighted.of(points, ratios, normalised=False, alike=drawer.alike)
         assert weighted.khat is not None  # computed here, where it is timed
     law = StudentT.symmetric(mean, np.cov(points.T) + 1e-9 * np.eye(len(mean)))
     mode = Mode(mean, value, law)
@@ -310,9 +310,9 @@ def sampled(
         f"many for importance sampling; {WARMUP} steps of warm-up), reweighted"
     )
     return Run(
-        programs, arrays, weighted, drawn.sites, clock, drawer.evaluations + steps, 1.0,
-        way, int(rng.integers(2**32)), [mode], drawer.starts, found,
-        independence=min(1.0, float(worth)),
+        programs, arrays, weighted, drawn.z, drawn.sites, clock,
+        drawer.evaluations + steps, 1.0, way, int(rng.integers(2**32)), [mode],
+        drawer.starts, found, independence=min(1.0, float(worth)),
     )  # fmt: skip
 
 

@@ -132,7 +132,9 @@ def _along_lines(
     room = ROOM // (len(steps) * (terms.shape[1] + size))
     number = int(np.clip(room, 2, LINES))
     # Along single numbers, and along all at once.
-    own = np.eye(size)[rng.permutation(size)[: number - number // 4]]
+    chosen = rng.permutation(size)[: number - number // 4]
+    own = np.zeros((len(chosen), size))
+    own[np.arange(len(chosen)), chosen] = 1
     mixed = rng.normal(size=(number // 4 if size > 1 else 0, size))
     mixed /= np.linalg.norm(mixed, axis=1, keepdims=True)
     concave, found = True, []

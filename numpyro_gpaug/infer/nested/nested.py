@@ -429,7 +429,7 @@ class NestedVI(Displayed):
         if not structure.size:
             return 1
         if may_part(structure):
-            return draws_at(structure.form.layout)
+            return draws_at(structure.form.independent)
         if not structure.form.any_rows:
             return DRAWS
         # As many as there is room for.

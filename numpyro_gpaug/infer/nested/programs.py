@@ -253,10 +253,10 @@ class Programs:
         def terms(noise: np.ndarray) -> np.ndarray:
             return self.terms(point, factors, noise, arrays)[1]
 
-        group = group_of_terms(terms, self.structure.form.layout, rng)
+        sizes = self.structure.form.independent
+        group = group_of_terms(terms, sizes, rng)
         if group is None:
             return None
-        sizes = self.structure.form.layout
         return Apart(sizes, group, corners_of(self.num_draws, sizes))
 
     def terms(
@@ -268,7 +268,7 @@ class Programs:
 
         :param point: unconstrained hyperparameters, (d,).
         :param factors: factors of the Gaussian, with a leading axis of 1.
-        :param noise: noise, (k, size).
+        :param noise: noise, (k, rank), first that of independent groups.
         :param arrays: array arguments of the model.
         """
         point = np.asarray(point, self.hyper.dtype)
@@ -300,7 +300,9 @@ class Programs:
             terms, _ = self.log_terms(values, white, arrays)
             return terms, -2 * prior.terms(z).sum()
 
-        z = q.mean + q.unwhiten(noise)
+        form = self.structure.form
+        apart = form.join_noise(*form.independent.split(noise))
+        z = q.mean + q.unwhiten(apart)
         return z, *jax.vmap(at)(z)
 
     def from_white(self, point: np.ndarray, white: np.ndarray, arrays: Any) -> Any:
@@ -438,22 +440,25 @@ class Programs:
         :param group: the groups of the terms.
         """
         traced: Any = group
-        how = Apart(self.structure.form.layout, traced, uniform.shape[1])
+        form = self.structure.form
+        how = Apart(form.independent, traced, uniform.shape[1])
         number = self.num_draws // how.corners
 
         def one(each: Any) -> Drawn:
             point, factors, *numbers = each
             values, log_prior = self.hyper.values(point, arrays)
-            q = moments_given(factors, self.bound.view(values, arrays))
+            view = self.bound.view(values, arrays)
+            q, prior = moments_given(factors, view), view.prior
 
             def at(z: Array) -> tuple[Array, Trace]:
-                return self.log_terms(values, z, arrays)
+                white = self.structure.white(z, view.links)
+                return self.log_terms(values, white, arrays)
 
             z, *sums = weigh_apart(
-                how, number, q, lambda z: at(z)[0], lambda z: self._latents(at(z)[1]),
-                shift, *numbers,
+                how, number, form, q, prior, lambda z: at(z)[0],
+                lambda z: self._latents(at(z)[1]), shift, *numbers,
             )  # fmt: skip
-            return Drawn(log_prior, z, q.log_det[0], *sums)
+            return Drawn(log_prior, z, q.log_det[0] + prior.log_det, *sums)
 
         return self._each(one, (points, factors, noise, widths, uniform))
 

@@ -12,6 +12,8 @@ generalized epidemics using incremental mixture importance sampling; Owen and Zh
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import numpy as np
 from scipy import special
@@ -38,11 +40,9 @@ class Pool:
     :param prior: draws of the prior, if any.
     :param rng: random numbers.
     :ivar points: points, (n, d).
-    :ivar drawn: the draws of the latents there.
     """
 
     points: np.ndarray
-    drawn: Points
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Pool:
     ) -> None:
         self._drawer, self._widths, self._prior = drawer, widths, prior
         self._rng = rng
-        self._parts: list[tuple[Proposal, int]] = []
+        self._parts: list[tuple[Proposal, Points]] = []
 
     def draw(self, proposal: Proposal, num: int) -> Weighted:
         """Draw at further points; return all draws with their weights.
@@ -64,19 +64,28 @@ class Pool:
         more = proposal.draws(num, self._prior, self._rng)
         widths = np.broadcast_to(self._widths, (num, len(self._widths)))
         drawn = self._drawer.draw(more, widths, found=False)
-        if self._parts:
-            more = np.concatenate([self.points, more])
-            drawn = jax.tree.map(lambda *x: np.concatenate(x), self.drawn, drawn)
-        self.points, self.drawn = more, drawn
-        self._parts.append((proposal, num))
-        each = [
-            np.log(num) + part.log_density(self.points, drawn.log_prior, num)
-            for part, num in self._parts
-        ]
+        self.points = np.concatenate([self.points, more]) if self._parts else more
+        self._parts.append((proposal, drawn))
+        log_prior, ratios = (
+            np.concatenate([getattr(drawn, name) for _, drawn in self._parts])
+            for name in ("log_prior", "log_joint_over_q")
+        )
+        each = []
+        for part, drawn in self._parts:
+            num = len(drawn.log_prior)
+            each.append(np.log(num) + part.log_density(self.points, log_prior, num))
         density = special.logsumexp(each, axis=0) - np.log(len(self.points))
-        ratios = drawn.log_joint_over_q - density[:, None]
+        ratios = ratios - density[:, None]
         alike = self._drawer.alike
-        return Weighted.of(self.points, drawn.z, ratios, normalised=True, alike=alike)
+        return Weighted.of(self.points, ratios, normalised=True, alike=alike)
+
+    @property
+    def drawn(self) -> tuple[np.ndarray, dict[str, Any]]:
+        """The latents and the values of sites of all draws."""
+        parts = [(drawn.z, drawn.sites) for _, drawn in self._parts]
+        if len(parts) == 1:
+            return parts[0]
+        return jax.tree.map(lambda *x: np.concatenate(x), *parts)
 
 
 def extended(

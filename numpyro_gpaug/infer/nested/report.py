@@ -104,7 +104,7 @@ def lines(run: Any) -> str:
     num, draws = weighted.log_ratios.shape
     said = [
         f"{run.way}: {num} hyperparameters of dimension {weighted.points.shape[1]}, "
-        f"{draws} draws of {weighted.z.shape[-1]} latents at each; effective sample "
+        f"{draws} draws of {run.z.shape[-1]} latents at each; effective sample "
         f"sizes {run.independence * weighted.effective_points:.0f} (hyperparameters) "
         f"and {run.independence * weighted.effective_size:.0f} (draws)",
         certificate(run),

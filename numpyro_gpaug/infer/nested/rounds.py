@@ -45,7 +45,7 @@ def moved(
 
 def corner_mean(corner: np.ndarray, log_weights: np.ndarray) -> np.ndarray:
     """Return means of the border, set to zero if they do not differ significantly from
-    zero.
+    zero, or if there are more numbers than draws.
 
     :param corner: draws of the border, (n, corners, K), standard normal under the
         Gaussian.
@@ -53,6 +53,8 @@ def corner_mean(corner: np.ndarray, log_weights: np.ndarray) -> np.ndarray:
     """
     each = log_weights.ravel()
     flat = corner.reshape(each.size, corner.shape[-1])
+    if flat.shape[1] > each.size:
+        return np.zeros(flat.shape[1])
     weights = tempered(np.where(np.isfinite(each), each, -np.inf), 30.0)
     mean = weights @ flat
     error = np.sqrt(np.square(weights).sum())

@@ -24,10 +24,9 @@ LARGEST_LOSS = 0.01
 
 @dataclass(frozen=True)
 class Weighted:
-    """Draws of hyperparameters, and of the latents at each of them.
+    """Weights of draws of hyperparameters, and of the latents at each of them.
 
     :param points: unconstrained hyperparameters, (n, d).
-    :param z: whitened latents, (n, draws, size).
     :param log_ratios: log-ratios of the unnormalised exact posterior to the proposal,
         (n, draws). NaN and infinity are weights of zero.
     :param normalised: whether the density of the points is normalised, so that the mean
@@ -38,7 +37,6 @@ class Weighted:
     """
 
     points: np.ndarray
-    z: np.ndarray
     log_ratios: np.ndarray
     normalised: bool
     failed: np.ndarray
@@ -48,7 +46,6 @@ class Weighted:
     def of(
         cls,
         points: np.ndarray,
-        z: np.ndarray,
         ratios: np.ndarray,
         normalised: bool,
         alike: int = 1,
@@ -59,7 +56,7 @@ class Weighted:
         """
         broken = np.isnan(ratios) | (ratios == np.inf)
         kept = np.where(broken, -np.inf, ratios)
-        return cls(points, z, kept, normalised, broken.any(1), alike)
+        return cls(points, kept, normalised, broken.any(1), alike)
 
     @cached_property
     def khat(self) -> float:
