@@ -109,7 +109,7 @@ def _of_car(fn: dist.CAR) -> SparsePrior | None:
     if np.ndim(fn.correlation):
         return None
     neighbours = sparse.csr_array(adjacency)
-    degrees = sparse.diags_array(np.asarray(neighbours.sum(1)).ravel())
+    degrees = sparse.diags_array(np.asarray(neighbours.sum(1), float).ravel())
     terms = [(1.0, degrees), (-jnp.asarray(fn.correlation, float), neighbours)]
     pattern, values = sum_of_terms(terms, "adj_matrix")
     dtype = jnp.result_type(fn.loc, values, fn.conditional_precision)
