@@ -75,7 +75,7 @@ LONGEST = (
     "faults_inputs", "faults_runs", "calibration_of_samplers", "faults_numerics",
     "padding", "polya_gamma", "faults_files", "routes", "chain_models", "structures",
     "resolution", "augmentations", "blocks", "likelihood_distributions", "refusals",
-    "robustness", "generalized_inverse_gaussian", "multiclass", "loadings",
+    "robustness", "generalized_inverse_gaussian", "multiclass", "loadings", "markov",
     "scanned_models", "joint_slices", "whitening", "closures", "correlated_data",
     "correlated_softmax", "random_problems", "left_out", "known_rows", "dtypes",
     "robust_max", "start", "nested_apart", "fields", "spatial", "sparse_cholesky",

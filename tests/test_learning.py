@@ -17,7 +17,7 @@ import scipy.stats
 from numpyro import handlers
 
 import numpyro_gpaug as gpaug
-from numpyro_gpaug.gp.process import Conditional
+from numpyro_gpaug.gp.conditional import Conditional
 from numpyro_gpaug.infer.vi import (
     first_order,
     quasi_newton,

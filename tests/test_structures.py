@@ -8,20 +8,23 @@ import pytest
 
 from numpyro_gpaug.gaussians import Chain, Dense, Groups, Layout, chain, groups
 from numpyro_gpaug.math.ordering import Order
-from numpyro_gpaug.math.recurrences import filtered
+from numpyro_gpaug.math.recurrences import filtered, split
 from numpyro_gpaug.testing import check_structure
 
 # Links between the latents of a step and of the next: a walk and noise of every step, a
 # trend with a slope.
 WALK, TREND = np.diag([1.0, 0.0]), np.array([[1.0, 0.5], [0.0, -0.9]])
+# Links, and whiteners of the noise.
+STATE = np.array([[0.7, -0.4, 1.5, 0.0], [0.6, 0.9, -1.0, 2.0]])
 
 
 def links_of(link, chains, steps, varying=0.2):
     """Links (chains, steps, R, R) that differ from step to step."""
     scales = 1 + varying * np.cos(np.add.outer(np.arange(chains), 3 * np.arange(steps)))
-    found = np.asarray(link) * scales[..., None, None]
-    found[:, 0] = 0
-    return found
+    link, (size, width) = np.asarray(link), np.shape(link)
+    found = link * scales[..., None, None]
+    found[:, 0, :, :size] = 0
+    return found if size == width else np.tril(found, size)
 
 
 def precision_of(structure, links):
@@ -31,9 +34,20 @@ def precision_of(structure, links):
     if links is not None:
         later = np.flatnonzero(np.arange(groups) % steps)[:, None, None]
         here, before = np.arange(each)[:, None], np.arange(each) - each
-        along = links.reshape(groups, each, each)[later[:, 0, 0]]
+        links, whitener = split(links.reshape(groups, each, -1))
+        along = links[later[:, 0, 0]]
         noise = noise.at[later * each + here, later * each + before].set(-along)
+        if whitener is not None:
+            own = np.arange(groups)[:, None, None] * each
+            white = jnp.eye(structure.size)
+            white = white.at[own + here, own + here.T].set(jnp.tril(whitener))
+            noise = white @ noise
     return noise.T @ noise
+
+
+def correlated(layout):
+    """Chains whose noise has covariances of its own."""
+    return Chain(layout, correlated=True)
 
 
 def places_of(old, new):
@@ -69,6 +83,7 @@ CASES = [
     (False, Chain, (14, 2, 3, 7), (14, 2, 3, 7), TREND),
     (False, Chain, (12, 1, 1, 12), None, [[-0.99]]),
     (False, Chain, (5, 3, 0, 5), None, np.diag([1, 0.9, 0])),
+    (True, correlated, (14, 2, 4, 7), (36, 2, 6, 12), STATE),
 ]
 
 

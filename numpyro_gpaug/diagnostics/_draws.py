@@ -19,7 +19,7 @@ from numpyro import handlers
 from numpyro_gpaug._numpyro import whole_plates
 from numpyro_gpaug.diagnostics._run import replicate, run
 from numpyro_gpaug.gaussians.base import selected as _selected
-from numpyro_gpaug.gp.process import Conditional
+from numpyro_gpaug.gp.conditional import Conditional
 from numpyro_gpaug.guides.sparse_gp import AutoSparseGP
 from numpyro_gpaug.likelihoods.expectations import (
     Route,

@@ -18,7 +18,7 @@ from scipy.special import ndtri
 
 from numpyro_gpaug._numpyro import whole_plates
 from numpyro_gpaug.diagnostics._run import run
-from numpyro_gpaug.gp.process import Conditional
+from numpyro_gpaug.gp.conditional import Conditional
 from numpyro_gpaug.likelihoods.expectations import base_distribution
 from numpyro_gpaug.math.compiling import few
 from numpyro_gpaug.model.arguments import Arguments

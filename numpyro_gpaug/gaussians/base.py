@@ -19,6 +19,8 @@ precision, as the structure lays it out. They are added. They have
 - ``moments()``, which is NaN where the precision is not positive definite;
 - ``moved(z)``: natural parameters of latents, given those of deviations from ``z``;
 - ``diagonal``, of the precision, (latents, M);
+- perhaps ``inflation(variances)``, the errors of variances relative to rounding, if
+  these are smaller than the variances times the diagonal;
 - ``stand_in()``: meaningless numbers in the shapes of ``moments()``.
 
 If natural parameters contain their structure, as a field ``structure`` without arrays,

@@ -9,9 +9,13 @@ transition matrix (link), which may depend on hyperparameters,
 .. math:: x_t = A_t x_{t-1} + \epsilon_t, \quad \epsilon_t \sim N(0, I).
 
 The link is one for a random walk, the coefficient for an autoregression, and zero for
-independent noise and at the start of a chain. A datum depends on one step and on ``u``,
-and adds W (R, R) to the precision of its step, and to the border B (R, K) and the
-corner. The precision is stored in these parts and is positive definite by construction.
+independent noise and at the start of a chain. The noise may also have covariances of
+its own, as that of the states of a process of time does
+(:mod:`numpyro_gpaug.gp.chain`): with K lower and :math:`K \epsilon_t` standard normal,
+``K A`` takes the place of A in the precisions below. A datum depends on one step and on
+``u``, and adds W (R, R) to the precision of its step, and to the border B (R, K) and
+the corner. (A prediction may depend on two adjacent steps.) The precision is stored in
+these parts and is positive definite by construction.
 Let ``E_t`` be the precision of a step given all earlier ones
 (:func:`~numpyro_gpaug.math.recurrences.filtered`). With ``M_t = E_t + A_{t+1}'
 A_{t+1}`` and ``G_t = M_t^{-1} A_{t+1}'`` the numbers ``y_t = x_t - G_t x_{t+1}`` and
@@ -29,7 +33,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -51,9 +55,13 @@ from numpyro_gpaug.math.blocks import cut_rows, over_blocks, rows_of_blocks
 from numpyro_gpaug.math.recurrences import (
     congruent,
     filtered,
+    followed,
     linear,
+    noise_of,
+    split,
     step_after,
     step_before,
+    white_along,
 )
 
 
@@ -68,6 +76,9 @@ class ChainMoments(NamedTuple):
         R).
     :param cross: Y, (1, G, R, E): the cross gain from the corner's noise to the steps.
     :param whitener: V, (1, E, K); E is K, or more after members were added.
+    :param kept: if the noise has covariances of its own, ``I - A_{t+1} G_t``, computed
+        without a difference, ``A_{t+1}``, and the part of mean and cross gain that does
+        not come from the next step, (1, chains, steps, R, 2 R + 1 + E).
     """
 
     mean: Array
@@ -76,6 +87,7 @@ class ChainMoments(NamedTuple):
     roots: Array
     cross: Array
     whitener: Array
+    kept: Array | None = None
 
     @property
     def layout(self) -> Layout:
@@ -115,8 +127,20 @@ class ChainMoments(NamedTuple):
     def half(self, rows: Rows) -> tuple[Array, Array]:
         """Return the two factors of
         :meth:`~numpyro_gpaug.gaussians.groups.GroupMoments.half`, for predictors of one
-        step each."""
-        return half_of(self.roots, self.cross, self.whitener, rows)
+        step each, or of two adjacent steps."""
+        first, second = _by_step(rows, self.layout)
+        if second is None:
+            return half_of(self.roots, self.cross, self.whitener, rows)
+        # A step is its gain times the next step, and noise of its own.
+        gain = self.gain.reshape(self.inverse.shape)[0, first.group]
+        alone, rest = half_of(self.inverse, self.cross, self.whitener, first)
+        moved = small.product(gain.mT, first.own[..., None])[..., 0] + second.own
+        given = second._replace(own=moved)
+        ahead, _ = half_of(self.roots, self.cross, self.whitener, given)
+        for r in range(second.own.shape[-1]):
+            lost = self.cross[0, :, r][second.group]
+            rest = rest - second.own[:, r, None] * lost
+        return jnp.concatenate([alone, ahead], -1), rest
 
     def covariance(self, rows: Rows) -> Array:
         """Return the covariances of predictors, (n, n)."""
@@ -125,7 +149,7 @@ class ChainMoments(NamedTuple):
 
         def of_block(part: Rows) -> Array:
             moved = self.covarying(_projection(part, layout))
-            return jax.vmap(lambda z: shifts(rows, layout, z))(moved.T)
+            return jax.vmap(lambda z: _shifts(rows, layout, z))(moved.T)
 
         cut = jax.tree.map(lambda x: cut_rows(x, size), rows)
         return over_blocks(of_block, cut, number)
@@ -215,7 +239,7 @@ class ChainMoments(NamedTuple):
             self.roots, self.cross,
         )))  # fmt: skip
         known = _continued(_Parts(*(x[chain] for x in parts)), links)
-        fresh = _continued(_unseen(parts, len(links)), links)
+        fresh = _continued(_unseen(parts, links), links)
         chosen = (
             jnp.where(old.reshape(-1, *[1] * (x.ndim - 1)), x, y)
             for x, y in zip(known, fresh, strict=True)
@@ -249,10 +273,16 @@ class _Parts(NamedTuple):
     cross: Array
 
 
-def _unseen(parts: _Parts, chains: int) -> _Parts:
-    """Return the first steps of chains without any data."""
-    none = (jnp.zeros((chains, 1, *x.shape[2:]), x.dtype) for x in parts)
-    one = _Parts(*none)
+def _unseen(parts: _Parts, links: Array) -> _Parts:
+    """Return the first steps of chains without any data.
+
+    :param parts: the parts of other chains.
+    :param links: their transition matrices.
+    """
+    none = (jnp.zeros((len(links), 1, *x.shape[2:]), x.dtype) for x in parts)
+    one, (_, whitener) = _Parts(*none), split(links[:, :1])
+    if whitener is not None:
+        return one._replace(roots=small.inverse_lower(whitener).mT)
     eye = jnp.eye(one.roots.shape[-1], dtype=one.roots.dtype)
     return one._replace(roots=jnp.broadcast_to(eye, one.roots.shape))
 
@@ -266,17 +296,24 @@ def _continued(parts: _Parts, links: Array) -> _Parts:
     last = min(parts.mean.shape[1], links.shape[1]) - 1
     end = jax.tree.map(lambda x: x[:, last:][:, :1], parts)
     # Steps from the last on are a chain of their own, of which nothing else is known.
-    links = links[:, last:].at[:, 0].set(0)
+    both = links[:, last:]
+    links, whitener = split(both.at[:, 0, :, : both.shape[-2]].set(0))
     noise = jnp.broadcast_to(_eye(links), links.shape)
+    if whitener is not None:
+        noise = noise_of(whitener)
     start = congruent(end.roots.mT, jnp.broadcast_to(_eye(links), end.roots.shape))
     covariance = linear(congruent, links, noise.at[:, :1].set(start))
-    stiff, ahead = small.inverse(covariance), step_after(links)
+    stiff, ahead = small.inverse(covariance), _ahead_of(links, whitener)
     inverse = small.inverse_cholesky(stiff + small.product(ahead.mT, ahead))
-    gain = small.product(small.product(inverse.mT, inverse), ahead.mT)
+    if whitener is None:
+        gain = small.product(small.product(inverse.mT, inverse), ahead.mT)
+    else:
+        both = small.product(covariance, step_after(links).mT)
+        gain = small.product(both, step_after(stiff))
     begun = jnp.concatenate([end.mean[..., None], end.cross], -1)
     none = [(0, 0), (0, links.shape[1] - 1), (0, 0), (0, 0)]
     follows = linear(small.product, links, jnp.pad(begun, none))
-    roots = small.cholesky(covariance).mT
+    roots = _roots(covariance, whitener)
     tail = _Parts(follows[..., 0], inverse, gain, roots, follows[..., 1:])
     return jax.tree.map(lambda x, y: jnp.concatenate([x[:, :last], y], 1), parts, tail)
 
@@ -290,7 +327,8 @@ class ChainNatural(NamedTuple):
     :param border: B, (1, G, R, K).
     :param corner: the corner of the precision, (1, K, K).
     :param links: A, the transition matrices to each step, (1, chains, steps, R, R);
-        zero at a chain's start.
+        zero at a chain's start. Whiteners of the noise may follow, as in
+        :func:`~numpyro_gpaug.math.recurrences.split`.
     """
 
     potential: Array
@@ -308,12 +346,16 @@ class ChainNatural(NamedTuple):
     def moments(self) -> ChainMoments:
         """Return mean and factors of the covariance; NaN where the precision is not
         positive definite."""
-        layout, links = self.layout, self.links[0]
-        ahead, along = step_after(links), links.shape[:3]
-        stiff = filtered(self.groups[0].reshape(links.shape), links)
-        stiff += small.product(ahead.mT, ahead)
+        layout, (links, whitener) = self.layout, split(self.links[0])
+        ahead, along = _ahead_of(links, whitener), links.shape[:3]
+        so_far = filtered(self.groups[0].reshape(links.shape), self.links[0])
+        stiff = so_far + small.product(ahead.mT, ahead)
         covariance = small.inverse(stiff)
-        gain = small.product(covariance, ahead.mT)
+        kept = None
+        if whitener is None:
+            gain = small.product(covariance, ahead.mT)
+        else:
+            gain, kept = _correlated(links, whitener, so_far)
         own, corner = layout.split(self.potential)
         ahead = jnp.concatenate([own[0][..., None], self.border[0]], -1)
         ahead = _ahead(gain, ahead.reshape(*along, -1))
@@ -324,13 +366,16 @@ class ChainNatural(NamedTuple):
         ).moments()  # fmt: skip
         own, corner = layout.split(q.mean)
         back = jnp.concatenate([own[0][..., None], q.cross[0]], -1)
-        back = _back(gain, back.reshape(*along, -1))
+        back = back.reshape(*along, -1)
+        if kept is not None:
+            kept = jnp.concatenate([kept, back], -1)[None]
+        back = _back(gain, back)
         back = back.reshape(*self.groups.shape[:3], -1)
         covariance = linear(congruent, gain, covariance, reverse=True)
-        roots = small.cholesky(covariance).mT.reshape(self.groups.shape)
+        roots = _roots(covariance, whitener).reshape(self.groups.shape)
         mean = layout.joined(back[..., 0], corner)
         return ChainMoments(
-            mean, q.inverse, gain[None], roots, back[..., 1:], q.whitener
+            mean, q.inverse, gain[None], roots, back[..., 1:], q.whitener, kept
         )
 
     def moved(self, z: Array) -> ChainNatural:
@@ -342,16 +387,35 @@ class ChainNatural(NamedTuple):
     @property
     def diagonal(self) -> Array:
         """The diagonal of the precision, (1, G R + K)."""
-        ahead = jnp.square(step_after(self.links[0])).sum(-2)
-        steps = linalg.diagonal(self.groups) + 1 + ahead.reshape(self.groups.shape[:3])
+        links, whitener = split(self.links[0])
+        steps = jnp.square(_ahead_of(links, whitener)).sum(-2)
+        steps += 1 if whitener is None else jnp.square(whitener).sum(-2)
+        steps = linalg.diagonal(self.groups) + steps.reshape(self.groups.shape[:3])
         return self.layout.joined(steps, linalg.diagonal(self.corner))
+
+    def inflation(self, variances: Array) -> Array:
+        """Return the errors of variances, relative to rounding, (1, G R + K). Without
+        covariances of the noise they are the variances times the diagonal of the
+        precision. Otherwise steps keep their digits, see :func:`_correlated`."""
+        whole = self.diagonal * variances
+        if split(self.links)[1] is None:
+            return whole
+        steps, corner = self.layout.split(whole)
+        return self.layout.joined(jnp.ones_like(steps), corner)
 
     def stand_in(self) -> ChainMoments:
         """Return meaningless numbers in the shapes of :meth:`moments`."""
+        links, whitener = split(self.links)
         return ChainMoments(
-            self.potential, self.groups, self.links, self.groups, self.border,
-            self.corner,
+            self.potential, self.groups, links, self.groups, self.border,
+            self.corner, self._stand_in_kept(whitener),
         )  # fmt: skip
+
+    def _stand_in_kept(self, whitener: Array | None) -> Array | None:
+        if whitener is None:
+            return None
+        border = self.border.reshape(*self.links.shape[:4], -1)
+        return jnp.concatenate([self.links, self.links[..., :1], border], -1)
 
 
 @partial(
@@ -365,6 +429,7 @@ class ChainPrior:
 
     :param loc: zeros (1, G R + K).
     :param links: transition matrices (chains, steps, R, R); zero at a chain's start.
+        Whiteners of the noise may follow.
     :param structure: the structure of the latents.
     """
 
@@ -372,7 +437,10 @@ class ChainPrior:
     links: Array
     structure: Chain
 
-    log_det: ClassVar[float] = 0.0
+    @property
+    def log_det(self) -> Any:
+        """The log-determinant of the precision."""
+        return 2 * jnp.sum(self._log_noise)
 
     @property
     def natural(self) -> ChainNatural:
@@ -383,27 +451,64 @@ class ChainPrior:
     def divergence(self, q: ChainMoments) -> Array:
         """Return KL(q || prior), (1,), as a sum over steps. Each term is as small as
         the information about its step."""
-        links = self.links
+        links, white = split(self.links)
         steps, corner = self.structure.layout.split(q.mean)
         mean, inverse, roots, cross = (
             x[0].reshape(*links.shape[:3], x.shape[-1])
             for x in (steps[..., None], q.inverse, q.roots, q.cross)
         )
-        ahead, known = step_after(links), jnp.concatenate([mean, cross], -1)
+        known = jnp.concatenate([mean, cross], -1)
         # The noise of a step, which is what it is apart from its link: that of the
         # first is the step itself.
-        apart = known - small.product(links, step_before(known))
-        lost = _eye(links) - small.product(ahead, q.gain[0])
+        first, lost = jnp.concatenate([roots[:, 0].mT, known[:, 0]], -1), self._lost(q)
+        if white is None:
+            apart = (known - small.product(links, step_before(known)))[:, 1:]
+        else:
+            first, apart = small.product(white[:, 0], first), self._apart(q, known)
+            lost = small.product(step_after(white), lost)
         spread = small.product(step_after(roots), lost.mT)
-        own = small.product(inverse, ahead.mT)
-        noise = (jnp.square(x).sum((-2, -1)) for x in (apart, spread, own))
+        own = small.product(inverse, _ahead_of(links, white).mT)
+        noise = (jnp.square(x).sum((-2, -1)) for x in (spread, own))
         logs = 2 * jnp.log(jnp.abs(linalg.diagonal(inverse)))
+        logs += 2 * self._log_noise
         along = sum(noise) - (1 + logs).sum(-1)
+        along = along.sum() + jnp.square(apart).sum()
         whitener = q.whitener[0]
         rest = jnp.square(corner[0]) - 1
         rest -= 2 * jnp.log(jnp.abs(linalg.diagonal(whitener)))
-        total = along.sum() + rest.sum() + jnp.square(whitener).sum()
-        return 0.5 * (total + jnp.square(roots[:, 0]).sum())[None]
+        total = along + rest.sum() + jnp.square(whitener).sum()
+        return 0.5 * (total + jnp.square(first).sum())[None]
+
+    def _lost(self, q: ChainMoments) -> Array:
+        """Return ``I - A_{t+1} G_t``, (chains, steps, R, R)."""
+        ahead = step_after(split(self.links)[0])
+        if q.kept is None:
+            return _eye(ahead) - small.product(ahead, q.gain[0])
+        size = ahead.shape[-1]
+        lost, other = q.kept[0][..., :size], q.kept[0][..., size : 2 * size]
+        return lost - small.product(ahead - other, q.gain[0])
+
+    def _apart(self, q: ChainMoments, known: Array) -> Array:
+        """Return white noise of all steps but the first, of mean and cross gain.
+
+        :param known: mean and cross gain.
+        """
+        if q.kept is None:
+            return white_along(self.links, known)[:, 1:]
+        links, white = split(self.links)
+        assert white is not None
+        alone = q.kept[0][..., 2 * links.shape[-1] :]
+        ahead = small.product(self._lost(q)[:, :-1], known[:, 1:])
+        apart = ahead - small.product(links[:, 1:], alone[:, :-1])
+        return small.product(white[:, 1:], apart)
+
+    @property
+    def _log_noise(self) -> Any:
+        """The logarithms of the whiteners of the noise, (chains, steps, R) or zero."""
+        _, whitener = split(self.links)
+        if whitener is None:
+            return 0
+        return jnp.log(jnp.abs(linalg.diagonal(whitener)))
 
     def pull(self, mean: Array) -> Array:
         """Return the gradient of :meth:`divergence` in the means, (1, G R + K).
@@ -411,7 +516,10 @@ class ChainPrior:
         :param mean: the means, (1, G R + K).
         """
         apart, corner = self._noise(mean)
-        ahead = step_after(self.links).mT
+        links, whitener = split(self.links)
+        if whitener is not None:
+            apart = small.product(whitener.mT, apart)
+        ahead = step_after(links).mT
         pulled = apart - small.product(ahead, step_after(apart))
         layout = self.structure.layout
         steps = pulled.reshape(1, layout.groups, layout.each)
@@ -426,19 +534,25 @@ class ChainPrior:
     def log_density(self, z: Array) -> Array:
         """Return the log-density at latents (1, G R + K), (1,)."""
         apart, corner = self._noise(z)
-        return log_normal(apart.reshape(1, -1)) + log_normal(corner)
+        density = log_normal(apart.reshape(1, -1)) + log_normal(corner)
+        return density + jnp.sum(self._log_noise)
 
     def _noise(self, z: Array) -> tuple[Array, Array]:
         """Return the standard normal numbers behind the latents: those of steps,
         (chains, steps, R, 1), and the others."""
         steps, corner = self.structure.layout.split(z)
         along = steps[0].reshape(*self.links.shape[:3], 1)
-        return along - small.product(self.links, step_before(along)), corner
+        return white_along(self.links, along), corner
 
 
 @dataclass(frozen=True)
 class Chain(Groups):
-    """Groups that are the steps of chains, with transitions between them."""
+    """Groups that are the steps of chains, with transitions between them.
+
+    :param correlated: whether the noise of the steps has covariances of its own.
+    """
+
+    correlated: bool = False
 
     natural: ClassVar[Any] = ChainNatural
 
@@ -453,9 +567,25 @@ class Chain(Groups):
         of = f"{steps} steps" if block == 1 else f"{steps} blocks of {block} steps"
         return f"{what} of {of} of {each} ({names}), {corner} others dense"
 
+    @property
+    def record(self) -> tuple[str, ...]:
+        return ("correlated",) if self.correlated else ()
+
+    @classmethod
+    def of_record(cls, record: tuple[str, ...]) -> Self:
+        return cls(Layout(0, 0, 0), correlated=bool(record))
+
+    def shifts(self, rows: Rows, z: Array) -> Array:
+        return _shifts(rows, self.layout, z)
+
     def standard(self, dtype: Any) -> ChainNatural:
         loc, blocks, border, corner = super().standard(dtype)
-        return self._added(loc, jnp.zeros_like(blocks), border, corner)
+        found = self._added(loc, jnp.zeros_like(blocks), border, corner)
+        if not self.correlated:
+            return found
+        each = self.layout.each
+        eye = jnp.eye(each, 2 * each, each, dtype=dtype)
+        return found._replace(links=found.links + eye)
 
     def prior(self, dtype: Any, links: Array | None = None) -> ChainPrior:
         assert links is not None
@@ -465,21 +595,80 @@ class Chain(Groups):
         self, potential: Array, groups: Array, border: Array, corner: Array
     ) -> ChainNatural:
         all_steps, each, _, steps = self.layout
-        shape = 1, all_steps // steps, steps, each, each
+        width = 2 * each if self.correlated else each
+        shape = 1, all_steps // steps, steps, each, width
         links = jnp.zeros(shape, potential.dtype)
         return ChainNatural(potential, groups, border, corner, links)
+
+
+def _by_step(rows: Rows, layout: Layout) -> tuple[Rows, Rows | None]:
+    """Return rows of one step each: the dependence on the first step and all latents
+    outside of steps, and the dependence on the next step, if there is any."""
+    own, each = rows.own, layout.each
+    if own.shape[-1] == each:
+        return rows, None
+    after = jnp.minimum(rows.group + 1, layout.groups - 1)
+    first = rows._replace(own=own[:, :each])
+    return first, rows._replace(own=own[:, each:], group=after)
+
+
+def _shifts(rows: Rows, layout: Layout, z: Array) -> Array:
+    """Return the change of predictors for latents (size,), (n,)."""
+    first, second = _by_step(rows, layout)
+    moved = shifts(first, layout, z)
+    if second is None:
+        return moved
+    steps, _ = layout.split(z)
+    return moved + (second.own * steps[second.group]).sum(-1)
 
 
 def _projection(rows: Rows, layout: Layout) -> Array:
     """Return the dependence of predictors on latents as a matrix, (G R + K, n)."""
     groups, each, corner, _ = layout
-    own, group, dense, value, place = rows
+    first, second = _by_step(rows, layout)
+    own, group, dense, value, place = first
     row = jnp.arange(len(own))
     steps = jnp.zeros((groups, each, len(own)), own.dtype)
-    steps = steps.at[group, :, row].set(own)
+    steps = steps.at[group, :, row].add(own)
+    if second is not None:
+        steps = steps.at[second.group, :, row].add(second.own)
     rest = jnp.zeros((corner, len(own)), own.dtype).at[: dense.shape[-1]].set(dense.T)
     rest = rest.at[dense.shape[-1] + place, row[:, None]].add(value)
     return jnp.concatenate([steps.reshape(groups * each, -1), rest])
+
+
+def _ahead_of(links: Array, whitener: Array | None) -> Array:
+    """Return ``K_{t+1} A_{t+1}``, or the links to the next steps if the noise is
+    standard normal."""
+    return step_after(links if whitener is None else small.product(whitener, links))
+
+
+def _roots(covariance: Array, whitener: Array | None) -> Array:
+    """Return L with ``L' L`` equal to each covariance, (..., R, R)."""
+    if whitener is None:
+        return small.cholesky(covariance).mT
+    scale = jnp.sqrt(linalg.diagonal(covariance))
+    scaled = covariance / scale[..., :, None] / scale[..., None, :]
+    return small.cholesky(scaled).mT * scale[..., None, :]
+
+
+def _correlated(links: Array, whitener: Array, so_far: Array) -> tuple[Array, Array]:
+    r"""Return the gain and the moments' ``kept`` if the noise has covariances R.
+
+    With the covariance :math:`S = R + A E^{-1} A^\top` of a step given all before it
+    they are :math:`G = E^{-1} A^\top S^{-1}` and :math:`I - A G = R S^{-1}`. Numbers of
+    a step may be known to very different parts of their noise. These products of graded
+    matrices then keep the digits of their smallest entries.
+
+    :param so_far: E, the precision of each step given all earlier ones.
+    """
+    noise, known = noise_of(whitener), small.inverse(so_far)
+    next_ = small.inverse(followed(links, step_before(known), noise - _eye(noise)))
+    # After the last step there is none.
+    lost = step_after(small.product(noise, next_)).at[:, -1].set(_eye(noise))
+    ahead = step_after(links)
+    gain = small.product(small.product(known, ahead.mT), step_after(next_))
+    return gain, jnp.concatenate([lost, ahead], -1)
 
 
 def _eye(matrices: Array) -> Array:

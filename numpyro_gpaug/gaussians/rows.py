@@ -27,7 +27,8 @@ from numpyro_gpaug.math.sharding import shards
 class Rows(NamedTuple):
     """The dependence of predictors on latents, one row each.
 
-    :param own: coefficients of the latents of their group, (n, R).
+    :param own: coefficients of the latents of their group, (n, R); for steps of chains
+        perhaps also of the next step, (n, 2 R).
     :param group: the group, (n,).
     :param dense: coefficients of the first F latents outside groups, (n, F).
     :param value: coefficients of single further latents outside groups, (n, s).

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
@@ -15,193 +14,15 @@ import numpyro.distributions as dist
 from jax import Array
 
 from numpyro_gpaug._display import Displayed, Rows, brief, name_of
-from numpyro_gpaug._numpyro import (
-    current_residual_policy,
-    deterministic_site,
-    residual_policy,
-)
-from numpyro_gpaug.gaussians.blocks import AffineBlocks, affine_blocks
-from numpyro_gpaug.gaussians.dense import AffineMap
+from numpyro_gpaug._numpyro import deterministic_site, residual_policy
 from numpyro_gpaug.gp.checks import as_inputs, as_loadings, columns
+from numpyro_gpaug.gp.conditional import Conditional, FunctionDraw
 from numpyro_gpaug.gp.kernels import as_kernel
-from numpyro_gpaug.gp.outputs import Outputs
-from numpyro_gpaug.gp.projection import (
-    Projected,
-    Whitener,
-    latent_first,
-    lead,
-    project,
-    whitener,
-)
-from numpyro_gpaug.math.blocks import rows_of_blocks
-from numpyro_gpaug.math.linalg import cholesky, precise, safe_sqrt, with_jitter
+from numpyro_gpaug.gp.markov import conditional as markov_conditional
+from numpyro_gpaug.gp.projection import Whitener, lead, whitener
+from numpyro_gpaug.math.linalg import cholesky, precise, with_jitter
 
 _POLICIES = ("mean", "noise", "site")
-
-
-class FunctionDraw(NamedTuple):
-    """The value that a guide gives an inducing vector when it draws the function
-    itself.
-
-    :param values: function values at the inputs at which the model calls the process.
-    """
-
-    values: Array
-
-
-class Conditional:
-    """Function values at ``X`` given the inducing values; everything is computed
-    lazily.
-
-    It is the ``fn`` of the deterministic site that a call of a :class:`GaussianProcess`
-    makes.
-
-    :param gp: the process.
-    :param X: inputs, (N, D).
-    :param latents: indices of the latents (of the outputs, if the process has
-        loadings), or ``None`` for all.
-    """
-
-    def __init__(self, gp: GaussianProcess, X: Array, latents: Array | None) -> None:
-        self.gp = gp
-        self.X = X
-        self.latents = latents
-
-    @cached_property
-    def projection(self) -> Array:
-        """``A = L^-1 K_ZX``, (1 or C, M, N)."""
-        return self._projected.projection
-
-    @cached_property
-    def prior_variance(self) -> Array:
-        """``k(x, x)``, (1 or C, N)."""
-        return self.select(lead(self.gp.kernel(self.X), 1))
-
-    @cached_property
-    def residual(self) -> Array:
-        """Variance of f given v, (1 or C, N)."""
-        return self._projected.residual
-
-    @property
-    def residual_covariance(self) -> Array:
-        """Covariance of f given v, (1 or C, N, N)."""
-        prior = self.select(lead(self.gp.kernel(self.X, self.X), 2))
-        return prior - jnp.swapaxes(self.projection, -1, -2) @ self.projection
-
-    @cached_property
-    def _projected(self) -> Projected:
-        return self._project(self.gp.whitener, self.X)
-
-    def _project(self, whitener: Whitener, X: Array) -> Projected:
-        """Return the selected latents at some inputs."""
-        return Projected(*map(self.select, project(self.gp, whitener, X)))
-
-    @cached_property
-    def outputs(self) -> Outputs:
-        """The map from latents to function values."""
-        gp, size = self.gp, self.X.shape[0]
-        return Outputs(gp.loadings, gp.bias, self.latents, gp.num_latents, size)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the function values: (N,), (N, C) or (N, L)."""
-        return self.outputs.shape
-
-    @property
-    def dtype(self) -> np.dtype:
-        """Dtype of the function values."""
-        return jnp.result_type(self.X.dtype, self.gp.inducing.dtype)
-
-    @cached_property
-    def mean(self) -> Array:
-        """The mean function of the latents at ``X``, (latents, N)."""
-        mean, outputs = self.gp.mean, self.outputs
-        value = jnp.asarray(mean(self.X) if callable(mean) else mean, self.dtype)
-        per_latent = value.ndim == 2 or (value.ndim == 1 and not callable(mean))
-        if per_latent and outputs.selected is not None:
-            value = value[..., jnp.asarray(outputs.selected)]
-        if not per_latent and value.ndim and len(outputs.latent_shape) == 2:
-            value = value[:, None]
-        return latent_first(jnp.broadcast_to(value, outputs.latent_shape))
-
-    @property
-    def affine_map(self) -> AffineMap:
-        """The affine map from the inducing vector to the latents' values at ``X``."""
-        return self.affine_map_through(self.gp.whitener)
-
-    def affine_map_through(self, whitener: Whitener) -> AffineMap:
-        """Compute :attr:`affine_map` with a whitener that was computed before."""
-        return AffineMap(self.mean, *self._project(whitener, self.X))
-
-    def map_through(self, whitener: Whitener) -> AffineMap | AffineBlocks:
-        """Compute :meth:`affine_map_through`, in blocks if there are very many rows."""
-        mean, num = self.mean, whitener.inverse.shape[-1]
-        # Matrices of the inducing inputs are whole, and these may be all of the data.
-        size = rows_of_blocks(len(self.X), len(mean) * num, self.dtype, least=num)
-        if size is None:
-            return self.affine_map_through(whitener)
-
-        def of_rows(rows: tuple[Array, ...]) -> AffineMap:
-            X, mean = rows
-            return AffineMap(mean.T, *self._project(whitener, X))
-
-        return affine_blocks(of_rows, (self.X, mean.T), size)
-
-    @precise
-    def moved(self, v: Array) -> Array:
-        """Return the change of the function values, of :attr:`shape`, for a change of
-        the inducing values.
-
-        :param v: the change, (C, M), with an axis over latents even for a single one.
-        """
-        shift = jnp.einsum("...mn,...m->...n", self.projection, self.select(v))
-        return self.outputs.shifts(shift)
-
-    @precise
-    def values(self, v: Array, eps: Array | None = None) -> Array:
-        """Compute function values from whitened inducing values and residual noise.
-
-        :param v: whitened inducing values, (M,) or (C, M).
-        :param eps: standard normal numbers, one per latent and row, or ``None`` for no
-            residual.
-        """
-        # NumPyro draws standard normals in JAX's default dtype, whatever their loc's.
-        v = jnp.asarray(v, self.dtype)
-        v = self.select(v) if self.gp.num_latents is not None else v[None]
-        values = self.mean + jnp.einsum("...mn,...m->...n", self.projection, v)
-        if eps is not None:
-            # The residual is 0 where X is Z.
-            values = values + safe_sqrt(self.residual) * latent_first(eps)
-        return self.outputs(values)
-
-    def __call__(self) -> Array:
-        if isinstance(self.gp.v, FunctionDraw):
-            return self.gp.v.values
-        policy = current_residual_policy()
-        eps = None
-        if policy == "noise":
-            key = numpyro.prng_key()
-            eps = jax.random.normal(key, self.outputs.latent_shape, self.dtype)
-        elif policy == "site":
-            shape = self.outputs.latent_shape
-            standard = dist.Normal(jnp.zeros(shape, self.dtype), 1)
-            standard, name = standard.to_event(len(shape) - 1), self.gp.name
-            misplaced = ValueError(
-                f'GaussianProcess("{name}"): its residual of with_residual(model, '
-                f'"site") has shape {shape}, and the plates around the call are not '
-                "those of the rows alone: call it before them, f = gp(X)"
-            )
-            try:
-                eps = numpyro.sample(f"{name}.eps", standard)
-            except ValueError as error:  # shapes that do not go together
-                raise misplaced from error
-            if eps.shape != shape:
-                raise misplaced
-        return self.values(self.gp.v, eps)
-
-    def select(self, per_latent: Array) -> Array:
-        """The selected latents of an array with a leading axis 1 or C."""
-        return self.outputs.select(per_latent)
 
 
 class GaussianProcess(Displayed):
@@ -224,7 +45,7 @@ class GaussianProcess(Displayed):
         function ``k(X, Z) -> (N, M)``. Hyperparameters with a leading axis C make one
         kernel per latent.
     :param inducing: inducing inputs Z, (M, D), or (C, M, D) for a set per latent. The
-        training inputs themselves give the full process.
+        training inputs themselves give the full process. Optional with ``markov``.
     :param mean: a number, an array (C,), or a function of the inputs that returns (N,)
         or (N, C).
     :param num_latents: number C of independent latents; ``None`` for a single one
@@ -244,9 +65,20 @@ class GaussianProcess(Displayed):
         (``docs/theory/rounding.md``). NUTS on the model needs 1e-5 in float32 with a
         smooth kernel: with the smallest jitter, rounding makes the density too rough
         far from the data.
+    :param markov: whether the process, of one input such as time, is a chain of states
+        in place of inducing values. It is exact, in work linear in the number of times,
+        which may be irregular, repeated, and in any order.
+        :mod:`numpyro_gpaug.kernels` lists the kernels that have states. The call makes
+        the sites, and needs to stand before the plate of the data: standard normal
+        numbers ``"{name}.v"``, (T, R), for the states at T times, and
+        ``"{name}.waves"`` for constants and undamped cosines. Fits take
+        :class:`~numpyro_gpaug.AutoLatentGaussian`. A posterior keeps the times of the
+        fit (``"{name}.times"``) and predicts at any others. To predict from draws of
+        another sampler, pass the times of the states as ``inducing``.
     :raises ValueError: inside a plate, for inducing inputs that are not two- or
         three-dimensional (one-dimensional for scalar inputs) or are empty, and for
-        loadings or a bias of another shape.
+        loadings or a bias of another shape; with ``markov`` for several inputs or
+        latents, and at the call for a kernel without states.
 
     **Example**
 
@@ -262,28 +94,46 @@ class GaussianProcess(Displayed):
     >>> prior = Predictive(model, num_samples=3)(jax.random.key(0), jnp.zeros((7, 1)))
     >>> prior["f"].shape, prior["f.v"].shape
     ((3, 7), (3, 5))
+
+    A series at irregular times:
+
+    >>> def series(t, y=None):
+    ...     kernel = gpaug.kernels.Matern32(2.0) + gpaug.kernels.Cosine(7.0, 0.5)
+    ...     f = gpaug.GaussianProcess("f", kernel, markov=True)(t)
+    ...     with numpyro.plate("data", len(t)):
+    ...         numpyro.sample("y", dist.Normal(f, 0.1), obs=y)
+    >>> t = jnp.array([0.0, 0.3, 5.2, 5.2, 9.0])
+    >>> prior = Predictive(series, num_samples=3)(jax.random.key(0), t)
+    >>> prior["f"].shape, prior["f.v"].shape, prior["f.waves"].shape
+    ((3, 5), (3, 5, 2), (3, 2))
     """
 
     def __init__(
         self,
         name: str,
         kernel: Any,
-        inducing: Array,
+        inducing: Array | None = None,
         mean: float | Array | Callable[[Array], Array] = 0.0,
         num_latents: int | None = None,
         loadings: Array | None = None,
         bias: Array | None = None,
         jitter: float | None = None,
+        *,
+        markov: bool = False,
     ) -> None:
         self.name = name
         self.kernel = as_kernel(kernel)
+        self.mean, self.markov = mean, markov
+        if markov:
+            self._start_chain(inducing, num_latents, loadings, bias, jitter)
+            return
         if inducing is None:
             raise ValueError(
                 f'GaussianProcess("{name}") has inducing=None. Pass the inducing '
-                "inputs, or the training inputs for the full process"
+                "inputs, or the training inputs for the full process, or markov=True "
+                "for a process of one input"
             )
-        self.inducing = as_inputs(inducing, "inducing")
-        self.mean = mean
+        self.inducing: Any = as_inputs(inducing, "inducing")
         self.loadings, self.bias = as_loadings(loadings, bias, num_latents)
         if self.loadings is not None:
             num_latents = self.loadings.shape[1]
@@ -297,7 +147,7 @@ class GaussianProcess(Displayed):
         self.jitter = jitter
         shape = (num_inducing,) if num_latents is None else (num_latents, num_inducing)
         standard = dist.Normal(jnp.zeros(shape, self.inducing.dtype), 1)
-        self.v = numpyro.sample(
+        self.v: Any = numpyro.sample(
             f"{name}.v", standard.to_event(len(shape)), infer={"process": name}
         )
         if not isinstance(self.v, FunctionDraw) and self.v.shape != shape:
@@ -311,11 +161,36 @@ class GaussianProcess(Displayed):
                 "guide)."
             )
 
+    def _start_chain(self, inducing: Array | None, *others: Any) -> None:
+        """Start a process that is a chain of states; its sites follow at the call."""
+        if any(x is not None for x in others):
+            raise ValueError(
+                f'GaussianProcess("{self.name}", markov=True) has one latent, and no '
+                "loadings, bias or jitter. Make a process for every latent"
+            )
+        self.inducing = inducing
+        if inducing is not None:
+            self.inducing = as_inputs(inducing, "inducing")
+            self._check_times(self.inducing, "inducing")
+        self.num_latents = self.loadings = self.bias = self.jitter = None
+        self.v = None
+
+    def _check_times(self, X: Array, name: str) -> None:
+        if X.ndim > 2 or columns(X) != 1:
+            raise ValueError(
+                f'GaussianProcess("{self.name}", markov=True) needs one input, a time, '
+                f"and {name} has shape {X.shape}"
+            )
+
     @cached_property
     @precise
     def factor(self) -> Array:
         """The factor L in ``u = L v`` of inducing values u, (1 or C, M, M): lower
         triangular if a jitter was given."""
+        if self.markov:
+            # There is none: an array that depends on the same arguments.
+            times = jnp.zeros((1, 1)) if self.inducing is None else self.inducing[:1]
+            return lead(self.kernel(times, times), 2)
         if self.jitter is None:
             return self._gram @ self.inverse_factor.mT
         return cholesky(with_jitter(self._gram, self.jitter))
@@ -353,6 +228,11 @@ class GaussianProcess(Displayed):
             or for ``latents`` of another shape.
         """
         X = as_inputs(X, "X")
+        if self.markov:
+            self._check_times(X, "X")
+            if latents is not None:
+                self._check_latents(X, latents)
+            return self._declared(markov_conditional(self, X))
         if X.ndim > 2 or columns(X) != columns(self.inducing):
             raise ValueError(
                 f'GaussianProcess("{self.name}") was called at X of shape {X.shape}; '
@@ -361,7 +241,9 @@ class GaussianProcess(Displayed):
             )
         if latents is not None:
             self._check_latents(X, latents)
-        conditional = Conditional(self, X, latents)
+        return self._declared(Conditional(self, X, latents))
+
+    def _declared(self, conditional: Conditional) -> Array:
         if callable(self.mean):
             # Here, under the handlers of the model: a mean function may have params.
             _ = conditional.mean
@@ -372,8 +254,11 @@ class GaussianProcess(Displayed):
         rows = [
             ("kernel", repr(self.kernel)),
             ("mean", mean),
-            ("inducing", f"inputs {self.inducing.shape}"),
         ]
+        if self.markov:
+            rows.append(("states", "a chain along the input"))
+        else:
+            rows.append(("inducing", f"inputs {self.inducing.shape}"))
         if self.num_latents is not None:
             rows.append(("latents", str(self.num_latents)))
         if self.loadings is not None:

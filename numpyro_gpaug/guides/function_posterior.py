@@ -16,7 +16,8 @@ from jax import Array
 
 from numpyro_gpaug.gaussians.base import Marginals
 from numpyro_gpaug.gaussians.dense import Moments, kl_to_diagonal
-from numpyro_gpaug.gp.process import Conditional, GaussianProcess
+from numpyro_gpaug.gp.conditional import Conditional
+from numpyro_gpaug.gp.process import GaussianProcess
 from numpyro_gpaug.gp.projection import Projected, Whitener, lead, project
 from numpyro_gpaug.model.marginals import block_marginals
 from numpyro_gpaug.model.structure import Block

@@ -17,8 +17,9 @@ from numpyro.infer.autoguide import AutoDelta
 
 from numpyro_gpaug.gaussians.base import Marginals
 from numpyro_gpaug.gaussians.dense import Moments
+from numpyro_gpaug.gp.conditional import Conditional, FunctionDraw
 from numpyro_gpaug.gp.kernels import as_kernel
-from numpyro_gpaug.gp.process import Conditional, FunctionDraw, GaussianProcess
+from numpyro_gpaug.gp.process import GaussianProcess
 from numpyro_gpaug.gp.projection import latent_first, lead, residual_variance
 from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.guides.function_posterior import (

@@ -23,7 +23,8 @@ from jax import Array
 
 from numpyro_gpaug.gaussians.base import Marginals
 from numpyro_gpaug.gaussians.dense import NaturalGaussian
-from numpyro_gpaug.gp.process import Conditional, GaussianProcess
+from numpyro_gpaug.gp.conditional import Conditional
+from numpyro_gpaug.gp.process import GaussianProcess
 from numpyro_gpaug.gp.projection import lead, residual_variance
 from numpyro_gpaug.guides.function_posterior import (
     Fit,

@@ -19,7 +19,8 @@ from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.gaussians.base import GaussianPrior
 from numpyro_gpaug.gaussians.dense import Moments
 from numpyro_gpaug.gaussians.pseudo_data import PseudoData, SeenPrior
-from numpyro_gpaug.gp.process import Conditional, GaussianProcess
+from numpyro_gpaug.gp.conditional import Conditional
+from numpyro_gpaug.gp.process import GaussianProcess
 from numpyro_gpaug.gp.projection import latent_first
 from numpyro_gpaug.guides.continued import ContinuedGP, earlier_of, earlier_params
 from numpyro_gpaug.guides.sparse_gp import AutoSparseGP

@@ -71,21 +71,30 @@ def filtered(own: Array, links: Array) -> Array:
     it would be the small difference of numbers near one.
 
     :param own: W, (chains, steps, R, R).
-    :param links: A, (chains, steps, R, R); zero at the starts of chains.
+    :param links: A, (chains, steps, R, R); zero at the starts of chains. With the
+        whiteners of the noise behind A, see :func:`split`, the covariance of the noise
+        takes the place of I.
     """
     eye, steps = _eye(own), own.shape[1]
-    cut = _cut(own), _cut(links)
+    links, whitener = split(links)
+    noise = None if whitener is None else noise_of(whitener)
+    # Steps that fill the last block have standard normal noise.
+    more = jnp.zeros_like(links) if noise is None else noise - eye
+    cut = _cut(own), _cut(links), _cut(more)
 
     def alone(carry: Any, here: Any) -> Any:
         """Return a block as a function of the step before it, y. Its last step has the
         mean ``gain y`` and covariance ``spread``, and the precision of its information
         about y is ``seen``."""
         spread, gain, seen = carry
-        weights, link = here
-        spread, gain = _followed(link, spread), small.product(link, gain)
+        weights, link, more = here
+        spread, gain = followed(link, spread, more), small.product(link, gain)
         before = small.inverse(spread)
         spread = small.inverse(before + weights)
         left, moved = (small.product(spread, x) for x in (before, weights))
+        if noise is not None:
+            # The same; numbers that weights leave alone stay exactly as they are.
+            left = eye - moved
         said = small.product(left.mT, small.product(weights, left))
         said += small.product(moved.mT, small.product(before, moved))
         seen += small.product(gain.mT, small.product(said, gain))
@@ -110,17 +119,60 @@ def filtered(own: Array, links: Array) -> Array:
     entering = jnp.concatenate([first[None], leaving])
 
     def inside(entering: Array, here: Any) -> Any:
-        weights, link = here
-        seen = weights + small.inverse(_followed(link, small.inverse(entering)))
+        weights, link, more = here
+        seen = weights + small.inverse(followed(link, small.inverse(entering), more))
         return seen, seen
 
     _, found = lax.scan(inside, jnp.moveaxis(entering, 0, 1), cut)
     return _whole(found, steps)
 
 
-def _followed(link: Array, covariance: Array) -> Array:
-    """Return the covariance of the next step."""
-    return _eye(link) + congruent(link, covariance)
+def followed(link: Array, covariance: Array, more: Array) -> Array:
+    """Return the covariance of the next step.
+
+    :param link: A, (..., R, R).
+    :param covariance: the covariance of the step, (..., R, R).
+    :param more: the covariance of the noise minus I, (..., R, R).
+    """
+    return _eye(link) + more + congruent(link, covariance)
+
+
+def split(links: Array) -> tuple[Array, Array | None]:
+    """Return transition matrices, and the whiteners of the noise, or ``None`` if it is
+    standard normal.
+
+    :param links: A, (..., R, R), or A and K, (..., R, 2 R). ``K e`` is standard normal
+        for the noise e, with the lower triangle K.
+    """
+    size = links.shape[-2]
+    if links.shape[-1] == size:
+        return links, None
+    return links[..., :size], jnp.tril(links[..., size:])
+
+
+def noise_of(whitener: Array) -> Array:
+    """Return the covariance of the noise of a whitener (..., R, R)."""
+    root = small.inverse_lower(whitener)
+    return small.product(root, root.mT)
+
+
+def white_along(links: Array, along: Array) -> Array:
+    """Return the standard normal numbers behind the numbers of chains.
+
+    :param links: see :func:`split`, (chains, steps, ...).
+    :param along: (chains, steps, R, n).
+    """
+    link, whitener = split(links)
+    noise = along - small.product(link, step_before(along))
+    return noise if whitener is None else small.product(whitener, noise)
+
+
+def linked_along(links: Array, white: Array) -> Array:
+    """Return the numbers of chains; the inverse of :func:`white_along`."""
+    link, whitener = split(links)
+    if whitener is not None:
+        white = small.product(small.inverse_lower(whitener), white)
+    return linear(small.product, link, white)
 
 
 def congruent(matrix: Array, covariance: Array) -> Array:

@@ -31,6 +31,7 @@ def product(left: Array, right: Array) -> Array:
     return (left[..., None] * right[..., None, :, :]).sum(-2)
 
 
+@jax.custom_jvp
 def inverse(matrix: Array) -> Array:
     """Return the inverse of each symmetric matrix, by ``L D L'``. It takes no square
     roots, and so inverts matrices that are not positive definite too."""
@@ -41,6 +42,13 @@ def inverse(matrix: Array) -> Array:
     lower = _stacked(_inverted(factor, matrix))
     scaled = lower / jnp.stack(pivots, -1)[..., :, None]
     return 1 / matrix if size == 1 else product(lower.mT, scaled)
+
+
+@inverse.defjvp
+def _inverse_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    # The derivative of a division has squares, which may not be finite.
+    found = inverse(*primals)
+    return found, -product(product(found, tangents[0]), found)
 
 
 def cholesky(matrix: Array) -> Array:
@@ -151,7 +159,6 @@ def inverse_lower(factor: Array) -> Array:
     return _stacked(_inverted(entries, factor))
 
 
-@jax.custom_jvp
 def _swept(matrix: Array) -> Array:
     """Return the inverse of each symmetric matrix, by the sweep operator on one row and
     column after the other, without square roots."""
@@ -168,12 +175,6 @@ def _swept(matrix: Array) -> Array:
         return rest - column[..., :, None] * (row / pivot)[..., None, :], None
 
     return lax.scan(sweep, matrix, places)[0]
-
-
-@_swept.defjvp
-def _swept_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
-    inverse = _swept(*primals)
-    return inverse, -product(product(inverse, tangents[0]), inverse)
 
 
 def _factored(matrix: Array) -> tuple[_Entries, list[Any]]:

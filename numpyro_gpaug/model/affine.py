@@ -96,6 +96,7 @@ class Predictors(NamedTuple):
     :param push: their derivative in the numbers by site.
     :param residual: their variances given the latents, (n,).
     :param grouped: whether each is known to depend on one group.
+    :param adjacent: whether each may depend on two adjacent steps of a chain.
     """
 
     structure: JointStructure
@@ -103,6 +104,7 @@ class Predictors(NamedTuple):
     push: Callable[[dict[str, Array]], Array] | BySites
     residual: Array
     grouped: bool = False
+    adjacent: bool = False
 
     def __call__(self, flat: Array) -> Array:
         """Return the values (n,) at latents (size,), without the residual."""
@@ -151,7 +153,8 @@ class Predictors(NamedTuple):
             group = jnp.zeros(len(self.offset), int)
         else:
             groups, *others = structure.groupings
-            own, group = self.looked_at(groups)
+            read = self._adjacent if self.adjacent else self.looked_at
+            own, group = read(groups)
         eye = jnp.eye(structure.width, dtype=structure.dtype)
         dense = jax.vmap(self._pushed(None), out_axes=1)(eye)
         values, places, begin = [own[:, :0]], [group[:, None][:, :0]], 0
@@ -185,6 +188,22 @@ class Predictors(NamedTuple):
         _, largest = lax.top_k(jnp.abs(value), grouping.most)
         value, place = (jnp.take_along_axis(x, largest, 1) for x in (value, place))
         return value, place
+
+    def _adjacent(self, grouping: Grouping) -> tuple[Array, Array]:
+        """Return the coefficients (n, 2 R) of the first step that each predictor
+        depends on and of the next step, and which step the first is, (n,)."""
+        even = jnp.arange(self.structure.members(grouping)) % 2 == 0
+        found = [
+            self.looked_at(grouping, marked.astype(self.structure.dtype))
+            for marked in (even, ~even)
+        ]
+        (left, at), (right, other) = found
+        seen, also = ((x != 0).any(-1) for x in (left, right))
+        # Steps in the order of the chain.
+        turned = also & (~seen | (other < at))
+        first = jnp.where(turned[:, None], right, left)
+        second = jnp.where(turned[:, None], left, right)
+        return jnp.concatenate([first, second], -1), jnp.where(turned, other, at)
 
     def looked_at(
         self, grouping: Grouping, marked: Array | float = 1.0

@@ -29,6 +29,7 @@ from numpyro_gpaug.model.latents import (
     JointStructure,
     coded,
 )
+from numpyro_gpaug.model.links import Declared
 from numpyro_gpaug.model.loops import WIDEST, Loop
 
 # Gaussian latents that are held by one dense matrix: all, or those beside groups.
@@ -64,7 +65,7 @@ class Asked(NamedTuple):
         """Return the sites with transitions between steps, whatever predictors depend
         on them. Sites that can be read as one chain or as several are listed both ways.
         The result is empty if the arguments are traced."""
-        loops: list[Loop] = []
+        loops: list[Loop | Declared] = []
 
         def misfits(arrays: tuple[Array, ...]) -> list[Array]:
             view = self.view(structure, arrays)
@@ -283,7 +284,9 @@ def _chain(
     ]
     chosen = _disjoint(structure, others)
     ordered = structure.in_steps(tuple(x for x in chains if _within(x, first)))
-    return ordered.in_form(Chain(Layout(0, 0, 0)), (first, *chosen))
+    correlated = any(steps.correlated for steps in ordered.recurrences)
+    form = Chain(Layout(0, 0, 0), correlated)
+    return ordered.in_form(form, (first, *chosen))
 
 
 def _disjoint(structure: JointStructure, found: list[Grouping]) -> list[Grouping]:

@@ -20,7 +20,8 @@ from jax import Array
 from numpyro.distributions import constraints
 
 from numpyro_gpaug.errors import NotConjugateError
-from numpyro_gpaug.gp.process import Conditional
+from numpyro_gpaug.gp.conditional import Conditional
+from numpyro_gpaug.gp.markov import MarkovConditional
 from numpyro_gpaug.likelihoods.expectations import Route, base_distribution
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.dependencies import Dependencies
@@ -161,6 +162,11 @@ class _Survey:
     def _visit(self, trace: Trace) -> None:
         process_sites = set()
         for name, site in trace.items():
+            if isinstance(site.get("fn"), MarkovConditional):
+                raise NotConjugateError(
+                    f'GaussianProcess("{name}", markov=True) needs '
+                    "AutoLatentGaussian(model)"
+                )
             if isinstance(site.get("fn"), Conditional):
                 v = trace[f"{name}.v"]
                 process_sites.add(f"{name}.v")

@@ -28,7 +28,7 @@ from numpyro_gpaug.model.joint_expectation import (
     pair_places,
 )
 from numpyro_gpaug.model.latents import JOINT, Grouping, JointStructure
-from numpyro_gpaug.model.links import Chained
+from numpyro_gpaug.model.links import Chained, Declared
 from numpyro_gpaug.model.loops import Loop, loops
 from numpyro_gpaug.model.program import Gather, Program
 from numpyro_gpaug.model.structure import Block, Observed, Trace, run_model
@@ -64,6 +64,9 @@ class JointView:
         self._grouped = False
         self._fields: dict[str, Field] = {}
 
+    # Whether predictors may be at times between the steps of a chain.
+    _between = False
+
     @cached_property
     def _program(self) -> Program:
         structure = self.structure
@@ -97,21 +100,29 @@ class JointView:
         return jax.tree.unflatten(treedef, program.run(wanted, zeros))
 
     @property
-    def loops(self) -> list[Loop]:
+    def loops(self) -> list[Loop | Declared]:
         """The recurrences that the numbers of its sites may follow. If several loops
         have the same steps, only the first is listed."""
-        found: dict[Grouping, Loop] = {}
+        found: dict[Grouping, Loop | Declared] = {}
+        for name, (links, states) in self._program.outputs.chains.items():
+            steps = Grouping(((name, (0,)),), correlated=True)
+            values = self._at_zero(links)[None]
+            found[steps] = Declared(steps, states.variable, values)
+        declared = {name for steps in found for name, _ in steps.sites}
         for loop in loops(self._program, self.structure):
-            found.setdefault(loop.steps, loop)
+            if declared.isdisjoint(name for name, _ in loop.steps.sites):
+                found.setdefault(loop.steps, loop)
         return list(found.values())
 
-    def chained(self, loop: Loop) -> Chained:
+    def chained(self, loop: Loop | Declared) -> Chained | Declared:
         """Return the transitions of a loop at these hyperparameters."""
+        if isinstance(loop, Declared):
+            return loop
         zeros = self._at(self._shapes | self.structure.functions)
         return Chained(self._program, self.structure, loop, zeros)
 
     @cached_property
-    def _chains(self) -> list[Chained]:
+    def _chains(self) -> list[Chained | Declared]:
         if not self.structure.recurrences:
             return []
         known = {loop.steps[:2]: loop for loop in self.loops}
@@ -224,7 +235,10 @@ class JointView:
         zeros = {k: jnp.zeros(s.shape, s.dtype) for k, s in self._shapes.items()}
         offset, push = jax.linearize(values, zeros)
         residual = self._flat(self._residuals(variables))
-        return Predictors(structure, offset, push, residual, self._grouped)
+        correlated = any(steps.correlated for steps in structure.groupings[:1])
+        adjacent = self._between and correlated
+        given = structure, offset, push, residual, self._grouped
+        return Predictors(*given, adjacent)
 
     def _flat(self, values: list[Array]) -> Array:
         """Return the values concatenated; an empty array if no data depend on

@@ -80,6 +80,8 @@ class JointPredictiveView(JointView):
     # factors; see left_out.
     _without: tuple[list[Any], Array, Array] | None = None
 
+    _between = True
+
     def marks(self) -> dict[str, Array]:
         """Return checksums, by site, of the factors by which sites mix their values,
         and of the arguments that determine the factors. They show whether two

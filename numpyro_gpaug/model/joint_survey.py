@@ -13,7 +13,7 @@ from numpyro.distributions import constraints
 
 from numpyro_gpaug._numpyro import is_scanned
 from numpyro_gpaug.errors import NotConjugateError
-from numpyro_gpaug.gp.process import Conditional
+from numpyro_gpaug.gp.conditional import Conditional
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.correlated_data import correlated_axes
 from numpyro_gpaug.model.gaussians import field, whitening

@@ -16,8 +16,7 @@ from jax import Array
 from numpyro_gpaug.gaussians import Structure as Form
 from numpyro_gpaug.gaussians import unstructured
 from numpyro_gpaug.gaussians.base import Layout, StructurePrior
-from numpyro_gpaug.math import small
-from numpyro_gpaug.math.recurrences import linear, step_before
+from numpyro_gpaug.math.recurrences import linked_along, split, white_along
 from numpyro_gpaug.model.structure import Block, Structure
 
 
@@ -49,6 +48,8 @@ class Grouping(NamedTuple):
     :param colours: the colour of each member (by :func:`coded`) if a datum depends on
         several members, each of another colour.
     :param most: the number of members that a datum depends on at most.
+    :param correlated: whether the members are steps whose noise has covariances of its
+        own.
     """
 
     sites: tuple[tuple[str, tuple[int, ...]], ...]
@@ -56,6 +57,7 @@ class Grouping(NamedTuple):
     before: int = 0
     colours: str = ""
     most: int = 1
+    correlated: bool = False
 
     @property
     def classes(self) -> np.ndarray:
@@ -252,21 +254,21 @@ class JointStructure(Structure):
     ) -> dict[str, Array]:
         """Return the standard normal numbers behind the numbers by site.
 
-        :param links: transition matrices by chain, (chains, steps, R, R).
+        :param links: transition matrices by chain, (chains, steps, R, ...).
         """
         found = dict(numbers)
         if self.basis is not None:
             return self.split(self.matrix @ self.joined(found))
         for steps, link in zip(self.recurrences, links, strict=True):
             along = self.grouped(steps, numbers).reshape(*link.shape[:3], 1)
-            white = along - small.product(link, step_before(along))
-            found |= self._ungrouped(steps, white.reshape(-1, link.shape[-1]))
+            white = white_along(link, along)
+            found |= self._ungrouped(steps, white.reshape(-1, link.shape[-2]))
         return found
 
     def white(self, flat: Array, links: tuple[Array, ...]) -> Array:
         """Return the standard normal numbers behind the latents (size,).
 
-        :param links: transition matrices by chain, (chains, steps, R, R).
+        :param links: transition matrices by chain, (chains, steps, R, ...).
         """
         if not self.recurrences and self.basis is None:
             return flat
@@ -277,7 +279,7 @@ class JointStructure(Structure):
         :meth:`white`.
 
         :param white: standard normal numbers, one per latent.
-        :param links: transition matrices by chain, (chains, steps, R, R).
+        :param links: transition matrices by chain, (chains, steps, R, ...).
         """
         if self.basis is not None:
             return white @ self.matrix
@@ -286,13 +288,14 @@ class JointStructure(Structure):
         numbers = self.split(white)
         for steps, link in zip(self.recurrences, links, strict=True):
             noise = self.grouped(steps, numbers).reshape(*link.shape[:3], 1)
-            along = linear(small.product, link, noise)
-            numbers |= self._ungrouped(steps, along.reshape(-1, link.shape[-1]))
+            along = linked_along(link, noise)
+            numbers |= self._ungrouped(steps, along.reshape(-1, link.shape[-2]))
         return self.joined(numbers)
 
     def whole_links(self, links: tuple[Array, ...]) -> Array:
         """Return the transition matrices of all numbers of a step, (chains, steps, R,
-        R); zero for numbers that are not in a chain.
+        R); zero for numbers that are not in a chain. If some chain has whiteners of its
+        noise, whiteners of all numbers follow.
 
         :param links: transition matrices by chain.
         """
@@ -301,13 +304,18 @@ class JointStructure(Structure):
             begins[site[0]] = begin
             begin += self.each(groups._replace(sites=(site,)))
         found = jnp.zeros((*links[0].shape[:2], begin, begin), self.dtype)
-        for steps, link in zip(self.recurrences, links, strict=True):
+        given = [split(link) for link in links]
+        none = all(whitener is None for _, whitener in given)
+        whole = found + jnp.eye(begin, dtype=self.dtype)
+        for steps, (link, whitener) in zip(self.recurrences, given, strict=True):
             own = np.concatenate([
                 begins[site[0]] + np.arange(self.each(steps._replace(sites=(site,))))
                 for site in steps.sites
             ])  # fmt: skip
             found = found.at[:, :, own[:, None], own].set(link)
-        return found
+            if whitener is not None:
+                whole = whole.at[:, :, own[:, None], own].set(whitener)
+        return found if none else jnp.concatenate([found, whole], -1)
 
     def prior(self, links: tuple[Array, ...], nodes: Any = None) -> StructurePrior:
         """Return the prior of its numbers.

@@ -64,6 +64,37 @@ class Links(NamedTuple):
     misfit: Array
 
 
+class Declared(NamedTuple):
+    """The states of a process, in place of the standard normal numbers behind them.
+
+    :param steps: the site of these numbers; its first axis is over steps.
+    :param variable: the variable of the states in the program.
+    :param values: the transitions between them, (1, steps, R, 2 R).
+    """
+
+    steps: Grouping
+    variable: int
+    values: Array
+
+    @property
+    def links(self) -> Links:
+        """The transitions between the steps."""
+        none: Any = None
+        zero = jnp.zeros((), self.values.dtype)
+        return Links(self.values, none, none, zero)
+
+    def results(
+        self, numbers: dict[str, Array], known: dict[int, Array]
+    ) -> dict[int, Array]:
+        """Return the states, by variable: these are the numbers that follow the links.
+
+        :param numbers: the numbers by site.
+        :param known: inputs of the program, and the outputs of other loops.
+        """
+        ((name, _),) = self.steps.sites
+        return {self.variable: numbers[name]}
+
+
 class Chained:
     """A loop of a model's program, at given values of the inputs of its steps.
 

@@ -18,7 +18,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
-from numpyro_gpaug.gp.process import Conditional
+from numpyro_gpaug.gp.conditional import Conditional
 from numpyro_gpaug.math.sharding import ROWS
 from numpyro_gpaug.model.arguments import Added, Arguments, is_array
 from numpyro_gpaug.model.jaxpr import jaxpr_and_tree

@@ -11,7 +11,7 @@ import numpyro.distributions as dist
 from jax import Array, random
 from jax.extend.core import Literal
 
-from numpyro_gpaug.gp.process import Conditional
+from numpyro_gpaug.gp.conditional import Conditional
 from numpyro_gpaug.likelihoods.expectations import base_distribution
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.explained import explained

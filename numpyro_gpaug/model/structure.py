@@ -19,7 +19,7 @@ from numpyro.infer import init_to_feasible
 
 from numpyro_gpaug._numpyro import expanded_sites, first_rows, residual_policy
 from numpyro_gpaug.distributions.sparse_prior import sparse_prior
-from numpyro_gpaug.gp.process import Conditional
+from numpyro_gpaug.gp.conditional import Conditional
 from numpyro_gpaug.likelihoods.expectations import Route, base_distribution
 from numpyro_gpaug.math import sparse_cholesky
 from numpyro_gpaug.math.sparse_terms import by_columns

@@ -479,6 +479,8 @@ def _check_densities(trace: Trace) -> None:
 
 def cholesky_message(gp: Any) -> str:
     """Explain why the inducing matrix of a process may not have a Cholesky factor."""
+    if gp.markov:
+        return f'GaussianProcess("{gp.name}"): its kernel is not finite'
     Z = np.asarray(gp.inducing)
     gram = np.asarray(gp.kernel(gp.inducing, gp.inducing))
     rows = np.unique(Z.reshape(-1, Z.shape[-1]), axis=0) if Z.ndim > 1 else np.unique(Z)

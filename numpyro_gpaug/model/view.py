@@ -14,7 +14,7 @@ from jax import Array, random
 from numpyro_gpaug.gaussians.base import Marginals
 from numpyro_gpaug.gaussians.blocks import AffineBlocks
 from numpyro_gpaug.gaussians.dense import AffineMap, Prior, unshared
-from numpyro_gpaug.gp.process import Conditional
+from numpyro_gpaug.gp.conditional import Conditional
 from numpyro_gpaug.likelihoods.expectations import Route, base_distribution
 from numpyro_gpaug.math.linalg import safe_sqrt
 from numpyro_gpaug.math.quadrature import gauss_hermite

@@ -14,8 +14,8 @@ from numpyro import handlers
 from numpyro_gpaug._numpyro import expanded_sites, scan_index
 from numpyro_gpaug.distributions.class_counts import traceable
 from numpyro_gpaug.errors import NotConjugateError
-from numpyro_gpaug.gaussians.dense import AffineMap, unshared
-from numpyro_gpaug.gp.process import Conditional
+from numpyro_gpaug.gp.conditional import Conditional
+from numpyro_gpaug.gp.markov import MarkovConditional
 from numpyro_gpaug.likelihoods.expectations import (
     Expectation,
     base_distribution,
@@ -49,6 +49,8 @@ class Parts(NamedTuple):
     :param factors: factors of Gaussian sites that mix several numbers in their values.
     :param precisions: for sites in coordinates of their own, the entries of the
         precision of these, and its log-determinant.
+    :param chains: for sites behind the states of a process, the transitions between the
+        states, (steps, R, 2 R), and the states, (steps, R).
     :param bounded: for observed sites, parameters that have a domain.
     :param residuals: variances of function values given inducing values, by process.
     :param unreached: which function values are explained by at most one inducing value,
@@ -66,6 +68,7 @@ class Parts(NamedTuple):
     unreached: dict[str, Any]
     factors: dict[str, Any]
     precisions: dict[str, Any]
+    chains: dict[str, tuple[Any, Any]]
     bounded: dict[str, dict[str, Any]]
 
 
@@ -139,8 +142,9 @@ def parts_of(
             if isinstance(site.get("fn"), Conditional):
                 f = site["fn"]
                 parts.residuals[name] = f.outputs.variances(f.residual)
-                map_ = AffineMap(f.mean, f.projection, f.residual)
-                parts.unreached[name] = unshared(map_.shared())
+                parts.unreached[name] = f.unreached
+                if isinstance(f, MarkovConditional) and f.chain.width:
+                    parts.chains[f"{name}.v"] = f.chain.links, f.states
         if site["type"] != "sample":
             continue
         fn, value, scale = site["fn"], site["value"], site["scale"]

@@ -18,7 +18,7 @@ from numpyro import handlers
 from numpyro_gpaug._numpyro import whole_plates
 from numpyro_gpaug.gaussians import STRUCTURES
 from numpyro_gpaug.gaussians.dense import Moments
-from numpyro_gpaug.gp.process import Conditional
+from numpyro_gpaug.gp.conditional import Conditional
 from numpyro_gpaug.likelihoods.expectations import base_distribution
 from numpyro_gpaug.math.compiling import once
 from numpyro_gpaug.math.files import typed
@@ -93,9 +93,9 @@ def describe(
         with_data, key = Arguments.split(args, kwargs), jax.random.key(0)
         trace = run_model(stood_in, with_data, key, {**latents, **values})
         lines.update({k: _line(m) for k, m in trace.items() if m["type"] != "plate"})
-        gps = {k: m["fn"].gp for k, m in trace.items() if _is_process(m)}
+        fs = {k: m["fn"] for k, m in trace.items() if _is_process(m)}
         kernels = {
-            k: gp.kernel(_first(gp.inducing), gp.inducing) for k, gp in gps.items()
+            k: f.gp.kernel(_first(f.inducing), f.inducing) for k, f in fs.items()
         }
         told = (_numbers(m).items() for m in trace.values())
         return kernels, {what: _some(x) for each in told for what, x in each}

@@ -13,10 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 from jax import Array, random
+from numpyro import handlers
 from numpyro.distributions import Distribution
 
 from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.errors import NotConjugateError
+from numpyro_gpaug.gp.markov import numbers_of, times_of
 from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.guides.function_posterior import Fit
 from numpyro_gpaug.math.compiling import few
@@ -28,7 +30,13 @@ from numpyro_gpaug.model.jaxpr import dependence_tree
 from numpyro_gpaug.model.joint_predictive import JointPredictiveView
 from numpyro_gpaug.model.latents import JOINT, JointStructure
 from numpyro_gpaug.model.sources import names_of_arrays
-from numpyro_gpaug.model.structure import Block, Structure, remembered
+from numpyro_gpaug.model.structure import (
+    Block,
+    Structure,
+    flat_functions,
+    remembered,
+    run_model,
+)
 from numpyro_gpaug.predict.added_rows import joint_draws
 from numpyro_gpaug.predict.mixture import (
     Fitted,
@@ -61,6 +69,7 @@ class JointPredictor(Predictor):
         self._weighing: dict[Any, tuple[str, ...]] = {}
         self._sites: dict[Any, Any] = {}
         self._covariances: dict[Any, Any] = {}
+        self._times: dict[Any, Any] = {}
 
     @one_thread
     def check(
@@ -190,7 +199,7 @@ class JointPredictor(Predictor):
             jax.block_until_ready(jax.tree.leaves(found)[:1])
         at, marks, errors = found
         # Inducing values are whitened: predict_f has the process.
-        hidden = {f"{name}.v" for name in self.structure.functions}
+        hidden = {x for k in self.structure.functions for x in numbers_of(k)}
         names = [s.name for s in self.structure.sites if s.name not in hidden]
         shown = {k: SiteMoments(*at[k]) for k in names}
         lost = {name: float(x) for name, x in errors.items()}
@@ -242,8 +251,39 @@ class JointPredictor(Predictor):
         view = super()._view(arrays, static, fitted)
         return view.of_groups() if grouped else view
 
+    @one_thread
+    def completed(self, arguments: Arguments, fitted: Fitted) -> Fitted:
+        """Return the fitted quantities with the times of chains of states."""
+        names = {times_of(name) for name in self.structure.process_names}
+        if not names:
+            return fitted
+        static = arguments.static  # the program outlives the arrays
+
+        def times(arrays: Any, values: dict[str, Any]) -> dict[str, Array]:
+            flat = flat_functions(self._without_data())
+            given = Arguments(arrays, static)
+            trace = run_model(flat, given, random.key(0), values)
+            return {k: site["value"] for k, site in trace.items() if k in names}
+
+        program = remembered(self._times, arguments.shapes, lambda: few(times))
+        found = program(arguments.arrays, fitted.first.values)
+        return fitted._replace(values={**fitted.values, **found})
+
     _seen = JointPredictiveView
-    _structure_at = staticmethod(joint_structure_at)
+
+    @staticmethod
+    def _structure_at(
+        model: Callable[..., Any], structure: JointStructure, arguments: Arguments
+    ) -> JointStructure:
+        # As many times as states. Of other processes, which have no such site, they
+        # mean nothing.
+        shapes = {s.name: s.shape for s in structure.sites}
+        times = {
+            times_of(k): jnp.zeros(shapes.get(f"{k}.v", ())[:1], structure.dtype)
+            for k in structure.process_names
+        }
+        known = handlers.substitute(model, data=times)
+        return joint_structure_at(known, structure, arguments)
 
     def _stand_in(self, message: dict[str, Any]) -> Array:
         fn = message["fn"]

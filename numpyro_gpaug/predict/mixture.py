@@ -15,6 +15,7 @@ from numpyro.distributions import Distribution
 
 from numpyro_gpaug.distributions.predictor_mixture import PredictorMixture
 from numpyro_gpaug.gaussians.dense import Moments
+from numpyro_gpaug.gp.markov import is_times
 from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.model.arguments import is_array
 
@@ -82,7 +83,8 @@ class Fitted(NamedTuple):
         return {
             k: v
             for k, v in self.values.items()
-            if is_array(v) and not (k.endswith("_auto_loc") or k in drawn)
+            if is_array(v)
+            and not (k.endswith("_auto_loc") or k in drawn or is_times(k))
         }
 
     @property

@@ -205,6 +205,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         :param whole: whether the arguments contain all rows of the fit.
         """
         arguments = arguments or Arguments.split(args, kwargs)
+        fitted = predictor.completed(arguments, fitted)
         first = fitted.first.values
         origins = predictor.sources(arguments, structure, first)
         given = FitArguments.of_fit(

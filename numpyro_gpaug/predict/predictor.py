@@ -20,7 +20,7 @@ from numpyro_gpaug.distributions.expanded import expanded
 from numpyro_gpaug.errors import CholeskyError, NotConjugateError
 from numpyro_gpaug.gaussians.base import Marginals
 from numpyro_gpaug.gaussians.dense import Moments
-from numpyro_gpaug.gp.process import Conditional
+from numpyro_gpaug.gp.conditional import Conditional
 from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.guides.function_posterior import Fit
 from numpyro_gpaug.likelihoods.expectations import (
@@ -294,6 +294,15 @@ class Predictor:
                 mean.reshape(block.shape), covariance.reshape(*block.shape, -1)
             )
         return found
+
+    def completed(self, arguments: Arguments, fitted: Fitted) -> Fitted:
+        """Return the fitted quantities with what predictions need of the inputs of the
+        fit; here this is nothing.
+
+        :param arguments: the model's arguments at the fit.
+        :param fitted: the fitted quantities.
+        """
+        return fitted
 
     def sites(
         self, arguments: Arguments, fitted: Fitted

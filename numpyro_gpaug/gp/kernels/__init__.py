@@ -21,10 +21,30 @@ Distances are Euclidean. This differs from ``tinygp``, whose Matern kernels defa
 the L1 distance when there are several columns. Write ``k(X, X)`` with the same object
 twice for an exact diagonal: above 8 columns distances come from a matrix product, which
 needs only O(NM) memory but has rounding errors between equal points.
+
+A process of one input is exact in linear time, ``GaussianProcess(..., markov=True)``,
+if its kernel has a state of finite size:
+
+============================================= ==========================================
+kernel                                        numbers of a state
+============================================= ==========================================
+Matern12, Matern32, Matern52                  1, 2, 3
+Oscillator                                    2
+Constant, Cosine                              none: waves with constant weights
+sums, positive factors                        the sum
+products                                      the product, times 2 for each Cosine
+Periodic                                      no state: :func:`cosines` approximates it
+SquaredExponential, RationalQuadratic,        no state, an error
+Linear, plain functions, kernels of tinygp
+============================================= ==========================================
+
+A quasi-periodic kernel is a product, ``Matern32(30.0) * cosines(Periodic(1.0, 7.0),
+4)``: exact for the sum of cosines, which approximates the periodic part.
 """
 
 from ._base import Constant, Kernel, Product, Sum, as_kernel, from_function
 from ._linear import Linear
+from ._oscillating import Cosine, Oscillator, cosines
 from ._stationary import (
     Matern12,
     Matern32,
@@ -36,16 +56,19 @@ from ._stationary import (
 
 __all__ = [
     "Constant",
+    "Cosine",
     "Kernel",
     "Linear",
     "Matern12",
     "Matern32",
     "Matern52",
+    "Oscillator",
     "Periodic",
     "Product",
     "RationalQuadratic",
     "SquaredExponential",
     "Sum",
     "as_kernel",
+    "cosines",
     "from_function",
 ]

@@ -22,6 +22,7 @@ from jax import Array, lax
 
 from numpyro_gpaug.gaussians.base import GaussianPrior, Marginals, scatter, selected
 from numpyro_gpaug.gaussians.blocks import AffineBlocks
+from numpyro_gpaug.gaussians.chain import ChainPrior
 from numpyro_gpaug.gaussians.pairs import PairedMap
 from numpyro_gpaug.infer.vi.differentiation import split_floats
 from numpyro_gpaug.infer.vi.evaluation import (
@@ -379,8 +380,15 @@ class LatentGaussian:
         a step can be wrong by its own size. The remaining gradient after the step shows
         the error.
 
+        There are none for chains whose noise has covariances of its own. Where steps
+        are short, gradients in such means are nothing but rounding errors, and the
+        means are computed without these.
+
         :param evaluation: the evaluation at the means.
         """
+        for prior in self.priors.values():
+            if isinstance(prior, ChainPrior) and prior.structure.correlated:
+                return {}
         ascents = self.ascents(evaluation)
         steps = self.newton(evaluation, ascents)
         # Rows are so many that they are taken in blocks of processes alone, whose

@@ -14,7 +14,8 @@ from jax import Array
 from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.gaussians.dense import Moments
 from numpyro_gpaug.gaussians.projecting import projected
-from numpyro_gpaug.gp.process import Conditional, GaussianProcess
+from numpyro_gpaug.gp.conditional import Conditional
+from numpyro_gpaug.gp.process import GaussianProcess
 from numpyro_gpaug.gp.projection import lead, project
 from numpyro_gpaug.math.compiling import few
 from numpyro_gpaug.math.linalg import precise

@@ -27,7 +27,8 @@ from jax import Array
 
 from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.gaussians.dense import LEAST_EXPLAINED, AffineMap
-from numpyro_gpaug.gp.process import Conditional, GaussianProcess
+from numpyro_gpaug.gp.conditional import Conditional
+from numpyro_gpaug.gp.process import GaussianProcess
 from numpyro_gpaug.gp.projection import lead, project, whitener
 from numpyro_gpaug.infer.vi.state import ConjugateState
 from numpyro_gpaug.math.compiling import few

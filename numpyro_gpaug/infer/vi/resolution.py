@@ -37,7 +37,7 @@ _FLOAT64 = "use float64, jax.config.update('jax_enable_x64', True)"
 
 def inflation(natural: Any) -> Array:
     """Return the ratios of the variances to the variances given all other latents
-    (variance inflation factors), (..., M).
+    (variance inflation factors), (..., M), or less if the moments are more accurate.
 
     :param natural: natural parameters of a block.
     """
@@ -57,7 +57,8 @@ def displaced(natural: Any) -> Array:
 def _inflated_and_displaced(natural: Any) -> tuple[Array, Array]:
     variances, eps = natural.moments().variances, _eps(natural)
     moved = jnp.square(eps * natural.potential) * variances / 24
-    return natural.diagonal * variances, moved
+    own = getattr(natural, "inflation", None)
+    return own(variances) if own else natural.diagonal * variances, moved
 
 
 def _eps(natural: Any) -> float:

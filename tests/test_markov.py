@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes of time as chains of states, against kernel matrices and other solvers."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+import scipy.stats
+import tinygp
+from numpyro import handlers
+from numpyro.infer.util import log_density
+from tinygp.kernels import quasisep
+
+import numpyro_gpaug as gpaug
+from numpyro_gpaug import kernels
+from numpyro_gpaug.gp.chain import Chain
+from tests.conftest import enable_x64
+
+# Unsorted, some of them equal; steps from 1e-12 to 10 lengthscales and more.
+TIMES = np.array(
+    [2e-12, 0.3, 0.0, 1e-12, 1e-4, 2e-4, 1e-4, 0.011, 0.01, 3.0, 13.0, 3.0, 40.0, 0.3]
+)
+# At given times, between them, before the first and after the last.
+NEW = np.array([1e-4, 13.0, -2.0, 1.5e-12, 1.7e-4, 0.5, 0.7, 2.9999, 12.0, 41.0, 90.0])
+
+KERNELS = {
+    "Matern": lambda: (
+        kernels.Matern12(0.7, 1.5) + kernels.Matern32(1.2) + kernels.Matern52(0.7, 0.5)
+    ),
+    "Oscillator": lambda: kernels.Oscillator(3.0, 2.0) + kernels.Constant(0.3),
+    "products": lambda: (
+        kernels.Matern32(2.0) * kernels.Cosine(5.0) + kernels.Cosine(7.0, 0.5)
+    ),
+    "product of smooth ones": lambda: kernels.Oscillator(3.0, 2.0) * kernels.Matern32(),
+    "quasi-periodic": lambda: (
+        kernels.Matern12(4.0) * kernels.cosines(kernels.Periodic(1.5, period=2.0), 2)
+    ),
+}
+
+
+def covariances(kernel, t, new):
+    """Prior covariances that the chain implies: of function values at its own times,
+    and of these and new ones."""
+    chain = Chain(kernel, t)
+    noise = jnp.eye(chain.width * len(t)).reshape(-1, len(t), chain.width)
+    states = jax.vmap(chain.states)(noise)
+    own, at = (jax.vmap(f)(states) for f in (chain.own(), chain.at(new)))
+    own, at = (
+        jnp.concatenate([x.T, chain.waves(times)], -1)
+        for x, times in ((own, t), (at, new))
+    )
+    return own @ own.T, at @ own.T, at @ at.T + chain.residual_covariance(new)
+
+
+QUICK = (("float32", "Matern"), ("float32", "quasi-periodic"), ("float64", "products"))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+        for case in itertools.product(("float32", "float64"), KERNELS)
+    ],
+    indirect=["dtype"],
+)
+def test_a_chain_has_the_covariances_of_its_kernel(dtype, name):
+    t, new = np.asarray(TIMES, dtype), np.asarray(NEW, dtype)
+    with enable_x64(True):
+        both = np.concatenate([t, new]).astype(float)
+        expected = np.asarray(KERNELS[name]()(jnp.asarray(both), jnp.asarray(both)))
+    found = jax.jit(lambda *times: covariances(KERNELS[name](), *times))(t, new)
+    cut = len(t)
+    blocks = expected[:cut, :cut], expected[cut:, :cut], expected[cut:, cut:]
+    for x, dense in zip(found, blocks, strict=True):
+        tolerance = {"float32": 1e-5, "float64": 1e-11}[dtype] * expected[0, 0]
+        np.testing.assert_allclose(x, dense, atol=tolerance, rtol=0)
+
+
+N, GROUPS = 120, 4
+rng = np.random.default_rng(0)
+# Irregular, unsorted, with repeated times and a gap.
+T = np.concatenate([rng.uniform(0, 4, 60), rng.uniform(6, 10, 40), np.arange(20) % 4])
+COLUMN, GROUP = rng.normal(size=N), rng.integers(0, GROUPS, N)
+LEVEL = np.sin(T) + 0.5 * COLUMN + 0.3 * GROUP - 0.5
+REAL, COUNTS = LEVEL + 0.3 * rng.normal(size=N), rng.poisson(np.exp(LEVEL))
+T_NEW = np.concatenate([T[:2], rng.uniform(-1, 12, 9)])
+
+
+def curve(t, y=None):
+    scale = numpyro.sample("scale", dist.LogNormal(0, 1).expand([2]))
+    noise = numpyro.sample("noise", dist.HalfNormal(1))
+    kernel = kernels.Matern32(scale[0], scale[1]) + kernels.Matern12(3.0)
+    f = gpaug.GaussianProcess("f", kernel, mean=0.2, markov=True)(t)
+    with numpyro.plate("data", len(t)):
+        numpyro.sample("y", dist.Normal(f, noise), obs=y)
+
+
+def evidence_by_tinygp(point, t, y):
+    scale, noise = point["scale"], point["noise"]
+    kernel = scale[1] * quasisep.Matern32(scale[0]) + quasisep.Exp(3.0)
+    gp = tinygp.GaussianProcess(kernel, t, diag=noise**2, mean=0.2)
+    return gp.log_probability(y)
+
+
+@pytest.mark.parametrize(
+    "dtype", [pytest.param("float32", marks=pytest.mark.slow), "float64"], indirect=True
+)
+def test_the_bound_is_the_evidence_that_a_quasiseparable_solver_finds(dtype):
+    t, y = (np.asarray(x, dtype) for x in (T, REAL))
+    point = {"scale": np.array([0.8, 1.3], dtype), "noise": np.asarray(0.3, dtype)}
+    with enable_x64(True):
+        order = np.argsort(t)
+        exact = jax.tree.map(lambda x: np.asarray(x, float), point)
+        given = (jnp.asarray(x[order], float) for x in (t, y))
+        expected, slopes = jax.value_and_grad(evidence_by_tinygp)(exact, *given)
+    collapsed = gpaug.collapse(curve)
+
+    def bound(point):
+        density, trace = log_density(collapsed, (t, y), {}, point)
+        site = trace["collapsed_bound"]
+        return site["fn"].log_factor
+
+    found, gradient = jax.jit(jax.value_and_grad(bound))(point)
+    tolerance = {"float32": 2e-5, "float64": 1e-9}[dtype]
+    np.testing.assert_allclose(found, expected, rtol=tolerance)
+    for name, slope in slopes.items():
+        largest = np.abs(slope).max()
+        np.testing.assert_allclose(
+            gradient[name], slope, atol=10 * tolerance * largest, rtol=0
+        )
+
+
+def kernel_of_effects():
+    return kernels.Matern12(2.0) * kernels.Cosine(6.0) + kernels.Constant(0.5)
+
+
+def effects(t, x, group, y=None, *, counts=False, markov=True, inducing=None):
+    beta = numpyro.sample("beta", dist.Normal(0, 2))
+    with numpyro.plate("groups", GROUPS):
+        b = numpyro.sample("b", dist.Normal(0, 0.5))
+    f = gpaug.GaussianProcess("f", kernel_of_effects(), inducing, markov=markov)(t)
+    eta = numpyro.deterministic("eta", f + beta * x + b[group])
+    with numpyro.plate("data", len(t)):
+        law = dist.Poisson(jnp.exp(eta)) if counts else dist.Normal(eta, 0.3)
+        numpyro.sample("y", law, obs=y)
+
+
+def fitted(*args, **kwargs):
+    guide = gpaug.AutoLatentGaussian(effects)
+    svi = gpaug.ConjugateSVI(effects, guide)
+    result = svi.run(jax.random.key(0), 30, *args, progress_bar=False, **kwargs)
+    return guide, result, svi.posterior(result)
+
+
+def moments_of_effects(t, x, group, y, new):
+    """The evidence of real data, and moments of f and eta at new rows, by NumPy."""
+    both = [np.concatenate([a, b]) for a, b in zip((t, x, group), new, strict=True)]
+    times, columns, groups = (np.asarray(a, float) for a in both)
+    with enable_x64(True):
+        of_f = np.asarray(kernel_of_effects()(times, times))
+    of_eta = of_f + 4 * np.outer(columns, columns)
+    of_eta += 0.25 * (groups[:, None] == groups)
+    cut = len(t)
+    whole = of_eta[:cut, :cut] + 0.09 * np.eye(cut)
+    law = scipy.stats.multivariate_normal(np.zeros(cut), whole)
+    found = []
+    for covariance in (of_f, of_eta):
+        gain = np.linalg.solve(whole, covariance[:cut, cut:]).T
+        # Effects are independent of f: the data covary with it as f does.
+        spread = covariance[cut:, cut:] - gain @ covariance[:cut, cut:]
+        found.append((gain @ y, spread))
+    return law.logpdf(y), *found
+
+
+def test_effects_beside_a_chain_and_forecasts(tmp_path):
+    data = *(np.asarray(x, np.float32) for x in (T, COLUMN)), GROUP
+    y = np.asarray(REAL, np.float32)
+    new = np.asarray(T_NEW, np.float32), np.ones(11, np.float32), np.arange(11) % 4
+    guide, result, posterior = fitted(*data, y)
+    assert "a chain of 120 steps of 2 (f.v)" in str(guide)
+    evidence, _, of_eta = moments_of_effects(*data, y, new)
+    np.testing.assert_allclose(-result.losses[-1], evidence, rtol=1e-5)
+    posterior.save(tmp_path / "fit")
+    again = gpaug.Posterior.load(tmp_path / "fit", effects)
+    found, (mean, covariance) = again.predict_f(*new, site="eta"), of_eta
+    np.testing.assert_allclose(found.mean, mean, atol=2e-4)
+    np.testing.assert_allclose(found.variance, np.diag(covariance), atol=2e-4)
+    assert posterior["b"].mean.shape == (GROUPS,)
+
+
+@pytest.mark.slow
+def test_forecasts_and_draws(dtype):
+    data = *(np.asarray(x, dtype) for x in (T, COLUMN)), GROUP
+    new = np.asarray(T_NEW, dtype), np.ones(11, dtype), np.arange(11) % 4
+    *_, posterior = fitted(*data, np.asarray(REAL, dtype))
+    _, (mean, covariance), _ = moments_of_effects(*data, REAL, new)
+    found = posterior.predict_f(*new, site="f")
+    tolerance = {"float32": 2e-4, "float64": 1e-10}[dtype]
+    np.testing.assert_allclose(found.mean, mean, atol=tolerance)
+    np.testing.assert_allclose(found.variance, np.diag(covariance), atol=tolerance)
+    draws = posterior.sample(jax.random.key(1), *new, site="f", sample_shape=(4000,))
+    np.testing.assert_allclose(np.cov(np.asarray(draws).T), covariance, atol=0.1)
+
+
+@pytest.mark.slow
+def test_counts_like_those_of_a_dense_process(dtype):
+    """By a full process at the distinct times, too."""
+    data = *(jnp.asarray(x, dtype) for x in (T, COLUMN)), GROUP, COUNTS
+    new = jnp.asarray(T_NEW, dtype), jnp.ones(11), np.arange(11) % 4
+    given = {"markov": False, "inducing": np.unique(data[0])}
+    _, result, posterior = fitted(*data, counts=True)
+    _, other, dense = fitted(*data, counts=True, **given)
+    tolerance = {"float32": 1e-3, "float64": 1e-6}[dtype]
+    np.testing.assert_allclose(result.losses[-1], other.losses[-1], rtol=tolerance)
+    for site in ("f", "eta"):
+        found = posterior.predict_f(*new, site=site)
+        expected = dense.predict_f(*new, site=site, **given)
+        np.testing.assert_allclose(found.mean, expected.mean, atol=tolerance)
+        np.testing.assert_allclose(found.variance, expected.variance, atol=tolerance)
+
+
+def test_plain_numpyro_has_the_density_of_independent_numbers():
+    t, y = (jnp.asarray(x[:10], jnp.float32) for x in (T, REAL))
+
+    @jax.jit
+    def run(key):
+        trace = handlers.trace(handlers.seed(curve, key)).get_trace(t)
+        drawn = {k: trace[k]["value"] for k in ("scale", "noise", "f.v")}
+
+        def density(drawn):
+            return log_density(curve, (t, y), {}, drawn)[0]
+
+        expected = sum(trace[k]["fn"].log_prob(x).sum() for k, x in drawn.items())
+        expected += dist.Normal(trace["f"]["value"], drawn["noise"]).log_prob(y).sum()
+        return expected, *jax.value_and_grad(density)(drawn)
+
+    expected, found, slopes = run(jax.random.key(0))
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+    assert slopes["f.v"].shape == (10, 3)
+    assert all(np.isfinite(x).all() and x.any() for x in slopes.values())
+
+
+@pytest.mark.parametrize(
+    ("kernel", "given", "message"),
+    [
+        (kernels.SquaredExponential(), {}, "SquaredExponential has no state-space"),
+        (kernels.Periodic(), {}, "kernels.cosines"),
+        (lambda x, z: x @ z.T, {}, "no state-space form"),
+        (kernels.Matern12(jnp.ones((2, 1))), {}, "has one latent and one input"),
+        (kernels.Matern12(-1.0), {}, "must be positive"),
+        (kernels.Matern12(), {"X": T.reshape(-1, 2)}, "needs one input, a time"),
+        (kernels.Matern12(), {"num_latents": 2}, "has one latent"),
+        (kernels.Matern12(), {"inducing": np.ones((3, 2))}, "needs one input, a time"),
+    ],
+)
+def test_refusals(kernel, given, message):
+    X = given.pop("X", T)
+    with handlers.seed(rng_seed=0), pytest.raises(ValueError, match=message):
+        gpaug.GaussianProcess("f", kernel, markov=True, **given)(jnp.asarray(X))
+
+
+def test_guides_of_inducing_values_are_refused():
+    guide = gpaug.AutoSparseGP(curve)
+    with pytest.raises(gpaug.NotConjugateError, match="needs AutoLatentGaussian"):
+        gpaug.ConjugateSVI(curve, guide).run(jax.random.key(0), 1, T, REAL)
