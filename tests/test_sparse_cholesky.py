@@ -61,6 +61,7 @@ def components():
 CASES = {
     "lattice": lattice(14, 14), "mesh": mesh(150), "chain": chain(100),
     "star": star(100), "scattered": scattered(100), "components": components(),
+    "apart": sparse.block_diag([chain(5)] * 20).tocsr(),
     "single": sparse.csr_array(np.full((1, 1), 2.5)),
 }  # fmt: skip
 QUICK = {

@@ -388,7 +388,8 @@ class _Builder:
             # Keys by front, not by code.
             self.borders.append(np.searchsorted(codes, part) * self.size + node)
             self.codes.append(codes)
-            self.counts.append(int(counts.max(initial=0)))
+            # A cut between components has no separator. Its front is padding.
+            self.counts.append(int(counts.max(initial=1)))
         self.tops = tops
         sizes = [m * (p + b) * p for m, p, b in map(self._widths, range(len(tops)))]
         self.offsets = np.append(0, np.cumsum(sizes))
