@@ -13,6 +13,7 @@ import numpyro_gpaug as gpaug
 from numpyro_gpaug.distributions.gaussian import StructuredGaussian
 from numpyro_gpaug.gaussians import Dense, Layout, Sparse
 from numpyro_gpaug.infer.nested import apart
+from numpyro_gpaug.infer.vi.checks import check_basis
 from numpyro_gpaug.math.sparse_pattern import Pattern
 from numpyro_gpaug.model import inspect_joint
 from numpyro_gpaug.model.costs import WHITE
@@ -248,20 +249,24 @@ def test_constrained_nodes_are_the_limit_of_a_penalty(dtype):
     np.testing.assert_allclose(density, 0.5 * expected, atol=1e-6)
 
 
-def test_a_run_continues_on_the_same_graph_only(always_sparse):
-    weights = [lattice()]
-
-    def model(area, y=None):
-        effect = numpyro.sample("effect", gpaug.ICAR(weights[0], 0.6))
-        with numpyro.plate("data", len(area)):
-            numpyro.sample("y", dist.Poisson(jnp.exp(effect[area])), obs=y)
+def test_fits_belong_to_a_mesh(always_sparse):
+    def model(X, mesh, y=None):
+        s = gpaug.SPDE("s", mesh, range=0.5, scale=0.7)
+        with numpyro.plate("data", len(X)):
+            numpyro.sample("y", dist.Poisson(jnp.exp(s(X))), obs=y)
 
     svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
-    fit = svi.run(KEY, 2, AREA, COUNTS, progress_bar=False)
-    mixed = RNG.permutation(AREAS)
-    weights[0] = weights[0][mixed][:, mixed]
-    with pytest.raises(ValueError, match="the model has another graph"):
-        svi.run(KEY, 2, AREA, COUNTS, progress_bar=False, init_state=fit.state)
+    fit = svi.run(KEY, 2, PLACES, MESH, COUNTS, progress_bar=False)
+    posterior = svi.posterior(fit)
+    # As many nodes, in another order; and in other places.
+    turned = gpaug.spatial.Mesh(MESH.nodes[::-1], MESH.size - 1 - MESH.triangles)
+    wider = gpaug.spatial.Mesh(1.5 * MESH.nodes, MESH.triangles)
+    for other in (turned, wider):
+        with pytest.raises(gpaug.NotConjugateError, match="mesh or points of the fit"):
+            posterior.predict_f(PLACES, other, site="s")
+    structure = gpaug.AutoLatentGaussian(model).setup(PLACES, turned, COUNTS).structure
+    with pytest.raises(ValueError, match="the model has another graph, mesh"):
+        check_basis(fit.state, structure)
 
 
 def test_draws_add_up_to_zero_where_there_are_no_data():

@@ -33,6 +33,7 @@ from numpyro_gpaug.math.expectation import (
     placed,
     rule_differences,
 )
+from numpyro_gpaug.math.fingerprints import fingerprint
 from numpyro_gpaug.model.affine import Predictors
 from numpyro_gpaug.model.correlated_data import covariance_of
 from numpyro_gpaug.model.forms import MAX_DENSE
@@ -84,11 +85,11 @@ class JointPredictiveView(JointView):
 
     def marks(self) -> dict[str, Array]:
         """Return checksums, by site, of the factors by which sites mix their values,
-        and of the arguments that determine the factors. They show whether two
-        covariances belong to the same places."""
+        and of the arguments that determine the factors, and checksums of sparse
+        precisions. They show whether two covariances belong to the same places."""
         found = self._at_zero(self._program.outputs.factors)
         if not found:
-            return {}
+            return self._marks_of_fields()
         arrays = {str(i): x for i, x in enumerate(self.arguments.arrays)}
 
         def factors(inputs: dict[str, Array]) -> Any:
@@ -104,11 +105,21 @@ class JointPredictiveView(JointView):
         def mark(name: str) -> Array:
             used = {k for leaf in jax.tree.leaves(sources[name]) for k in leaf.state}
             leaves = [*jax.tree.leaves(found[name]), *(arrays[k] for k in sorted(used))]
-            flat = jnp.concatenate([jnp.ravel(x).astype(float) for x in leaves])
-            waves = jnp.cos(jnp.arange(flat.size, dtype=flat.dtype))
-            return jnp.stack([flat.sum(), (flat * waves).sum()])
+            return _checksum(jnp.concatenate([x.ravel().astype(float) for x in leaves]))
 
-        return {name: mark(name) for name in found}
+        return self._marks_of_fields() | {name: mark(name) for name in found}
+
+    def _marks_of_fields(self) -> dict[str, Array]:
+        """Return checksums, by site, of the sparse precisions, and of their places."""
+        given = self._program.outputs.precisions
+        found = self._at_zero({name: values for name, (values, _) in given.items()})
+        patterns = {name: self._fields[name].prior.pattern for name in found}
+        places = {k: fingerprint([x.rows, x.columns]) for k, x in patterns.items()}
+        return {
+            # A number that float32 has.
+            name: jnp.append(_checksum(values), int(places[name]) % 2**16)
+            for name, values in found.items()
+        }
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of the values of a Gaussian or deterministic site.
@@ -543,3 +554,8 @@ def _inverse(x: Array) -> Array:
     adjugate = jnp.stack([d, -b, -c, a], -1) if two else jnp.ones_like(x)
     kept = jnp.where(determinant > 0, determinant, jnp.nan)
     return adjugate.reshape(x.shape) / kept[:, None, None]
+
+
+def _checksum(flat: Array) -> Array:
+    waves = jnp.cos(jnp.arange(flat.size, dtype=flat.dtype))
+    return jnp.stack([flat.sum(), (flat * waves).sum()])
