@@ -71,7 +71,7 @@ def problem_of(fn, dtype, given):
     svi = gpaug.ConjugateSVI(fn, gpaug.AutoSparseGP(fn))
     state = svi.init(KEY, X, y, **given)
     arguments = Arguments.split((X, y), given)
-    stepper = Stepper(svi._programs.plan_at(arguments, state), svi.settings, arguments)
+    stepper = Stepper(svi._programs.plan_at(arguments, state), arguments)
 
     def problem(values):
         return stepper.problem(values, KEY, {})

@@ -20,6 +20,7 @@ import itertools
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,17 +72,17 @@ def programs(n: int, m: int, d: int, c: int) -> dict[str, tuple[Any, Any]]:
     state = svi.init(jax.random.key(0), X, y, **how)
     arguments = Arguments.split((X, y), how)
     plan = svi._programs.plan_at(arguments, state)
-    rest = Settings(None, "exact", None, 1, None, ())
+    rest = replace(plan, settings=Settings(None, "exact", None, 1, None, ()))
 
     def sweep(state: Any, arrays: Any) -> Any:
         begun = Pass.begun(state.natural, plan)
         return add_block(
-            rest, state.hyper.values, state.rng_key, begun, arrays, plan,
-            arguments.static, None,
+            state.hyper.values, state.rng_key, begun, arrays, rest, arguments.static,
+            None,
         ).targets  # fmt: skip
 
     def gradient(state: Any, arrays: Any) -> Any:
-        stepper = Stepper(plan, svi.settings, Arguments(arrays, arguments.static))
+        stepper = Stepper(plan, Arguments(arrays, arguments.static))
         values, key = state.hyper.values, stepper.key(state)
         problem, pull = stepper.problem_and_pullback(values, key, {})
         at = problem.evaluate(state.natural)

@@ -379,8 +379,7 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         state, plan, feed = self._programs.begin_run(
             rng_key, init_state, init_params, given, num_steps
         )
-        stop = Stop(plan, tol, searches=self._searches(plan))
-        guards = plan.noisy and self._learns(plan)
+        stop, guards = Stop(plan, tol), plan.noisy and plan.optim is not None
         guard = Guard(feed.bounds, num_steps if guards else 0)
         start = partial(self.init, rng_key, *args, init_params=init_params, **kwargs)
         turns = turns and given.batches is None and not plan.noisy
@@ -444,12 +443,6 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         self._begin(self._version)
         return True
 
-    def _learns(self, plan: Plan) -> bool:
-        return self.settings.optim is not None and bool(plan.transforms)
-
-    def _searches(self, plan: Plan) -> bool:
-        return self.settings.optim == LBFGS and bool(plan.transforms)
-
     def _warn(
         self,
         state: ConjugateState,
@@ -461,10 +454,10 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
 
         :param start: a function that returns the initial state, if none was given.
         """
-        if self._searches(plan):
+        if plan.searches:
             warn_of_noise(state.hyper.optim_state, plan.structure)
         warn_of_lost(state.lost, state.natural, plan.structure)
-        if learns := self._learns(plan):
+        if learns := plan.optim is not None:
             plan.warn_of_range(state.hyper.values)
         warn_of_reach(
             state, plan.structure, self.model, self._values,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax, random
 
 from numpyro_gpaug.infer.vi.epochs import drawn_batch
-from numpyro_gpaug.infer.vi.plan import CHUNK, Plan, Settings
+from numpyro_gpaug.infer.vi.plan import CHUNK, Plan
 from numpyro_gpaug.infer.vi.resolution import lost
 from numpyro_gpaug.infer.vi.start import read_params
 from numpyro_gpaug.infer.vi.state import ConjugateState, unknown_bound
@@ -31,7 +31,6 @@ def copied(tree: Any) -> Any:
 
 
 def run_chunk(
-    settings: Settings,
     state: ConjugateState,
     num_steps: Array,
     tol: Array,
@@ -42,7 +41,6 @@ def run_chunk(
 ) -> tuple[ConjugateState, Array, Array, dict[str, Any]]:
     """Take up to ``num_steps`` (at most ``CHUNK``) steps in one compiled loop.
 
-    :param settings: options of the fit.
     :param state: the state to start from.
     :param num_steps: number of steps.
     :param tol: stop once the bound has not risen by ``tol`` for some steps; 0 for
@@ -54,7 +52,7 @@ def run_chunk(
     :return: the state, losses (CHUNK,), the number of steps taken, and constrained
         params.
     """
-    stepper = Stepper(plan, settings, Arguments(arrays, static))
+    stepper = Stepper(plan, Arguments(arrays, static))
     state, losses, taken, *_ = stepped(stepper, state, num_steps, tol, data)
     params = read_params(plan.guide, state.hyper.values, state.natural)
     return state, losses, taken, params
@@ -78,7 +76,7 @@ def stepped(
     :return: the state, losses (CHUNK,), the number of steps taken, and the last two.
     """
     bound = jnp.full_like(state.bound, unknown_bound(state.bound.dtype))
-    if stepper.learns:  # else no step depends on the last one's
+    if stepper.plan.learns:  # else no step depends on the last one's
         bound = jnp.where(state.data == data, state.bound, bound)
     state = state._replace(bound=bound, data=jnp.asarray(data))
     if problem is None:
@@ -89,7 +87,7 @@ def stepped(
     def going(carry: Any) -> Array:
         i, state, _, _ = carry
         return (i < num_steps) & (
-            (tol <= 0) | (state.stalled < patience(stepper, state, tol))
+            (tol <= 0) | (state.stalled < patience(stepper.plan, state, tol))
         )
 
     def body(carry: Any) -> Any:
@@ -132,7 +130,6 @@ class Stacked(NamedTuple):
 
 
 def run_batches(
-    settings: Settings,
     state: ConjugateState,
     num_steps: Array,
     data: Array,
@@ -142,7 +139,6 @@ def run_batches(
 ) -> tuple[ConjugateState, Array, Array]:
     """Take one step on each of the batches that are passed in, in one compiled loop.
 
-    :param settings: options of the fit.
     :param state: the state to start from.
     :param num_steps: number of steps, and of valid entries in the stack of batches.
     :param data: fingerprint of the data.
@@ -158,7 +154,7 @@ def run_batches(
     def body(i: Array, carry: Any) -> Any:
         state, losses, valid = carry
         here = batches.one(i)
-        new, _ = Stepper(plan, settings, here).step(state)
+        new, _ = Stepper(plan, here).step(state)
         new = new._replace(step=state.step + 1, natural=latents_apart(new.natural))
         fine = all_valid(plan.model, plan.structure, here)
         return new, losses.at[i].set(-new.bound), valid.at[i].set(fine)
@@ -168,19 +164,17 @@ def run_batches(
 
 
 def evaluate(
-    settings: Settings,
     state: ConjugateState,
     arrays: tuple[Array, ...],
     plan: Plan,
     static: Any,
 ) -> Array:
     """Return the loss of a state on the data in ``arrays``."""
-    stepper = Stepper(plan, settings, Arguments(arrays, static))
+    stepper = Stepper(plan, Arguments(arrays, static))
     return -stepper.evaluate(state, stepper.key(state), {}).bound
 
 
 def bounds_of_batches(
-    settings: Settings,
     state: ConjugateState,
     arrays: tuple[Array, ...],
     plan: Plan,
@@ -198,7 +192,7 @@ def bounds_of_batches(
         stacked, whole = Stacked(arrays, static), Arguments(arrays, static)
         here = stacked.one(i) if plan.passed else whole
         indices = drawn_batch(plan.structure, key, plan.passed)
-        return Stepper(plan, settings, here).evaluate(state, key, indices).bound
+        return Stepper(plan, here).evaluate(state, key, indices).bound
 
     each = jnp.arange(BATCHES), random.split(random.key(0), BATCHES)
     return lax.map(one, each)

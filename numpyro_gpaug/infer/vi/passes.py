@@ -17,10 +17,9 @@ from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.infer.vi.feeds import Feed, Reader, Taken
 from numpyro_gpaug.infer.vi.latent_gaussian import Natural
 from numpyro_gpaug.infer.vi.loop import stepped
-from numpyro_gpaug.infer.vi.plan import Plan, Settings
+from numpyro_gpaug.infer.vi.plan import Plan
 from numpyro_gpaug.infer.vi.state import ConjugateState
 from numpyro_gpaug.infer.vi.stepper import Stepper
-from numpyro_gpaug.infer.vi.sweeps import starts_augmented
 from numpyro_gpaug.math.sharding import on_mesh
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.observations import all_valid
@@ -87,7 +86,6 @@ class Pass(NamedTuple):
 
 
 def add_block(
-    settings: Settings,
     params: dict[str, Any],
     key: Array,
     before: Pass,
@@ -98,7 +96,6 @@ def add_block(
 ) -> Pass:
     """Return a pass with one more block of rows.
 
-    :param settings: options of the fit.
     :param params: unconstrained params.
     :param key: random key.
     :param before: the pass so far.
@@ -110,7 +107,7 @@ def add_block(
     :raises NotImplementedError: for processes whose latents share outputs, and for
         latents that a plate draws.
     """
-    stepper = Stepper(plan, settings, Arguments(arrays, static))
+    stepper = Stepper(plan, Arguments(arrays, static))
     problem = stepper.problem(params, key, {})
     drawn = any(latents is not None for latents in problem.latents.values())
     if problem.coupled or drawn:
@@ -138,7 +135,7 @@ def add_block(
     means = {name: q.mean for name, q in at.moments.items()}
     ascents = {name: pushes[name] - problem.pull(name, means[name]) for name in means}
     unresolved = before.unresolved
-    if stepper.searches:
+    if plan.searches:
         unresolved = unresolved + problem.unresolved(at, stepper.processes)
     bound, rounding = problem.bound(value, at.divergences)
     priors = {name: problem.priors[name].natural for name in found}
@@ -151,7 +148,6 @@ def add_block(
 
 
 def add_gradient(
-    settings: Settings,
     params: dict[str, Any],
     key: Array,
     before: dict[str, Array],
@@ -164,7 +160,6 @@ def add_gradient(
     """Add the gradient of one more block to the gradient of the bound with respect to
     hyperparameters.
 
-    :param settings: options of the fit.
     :param params: unconstrained params.
     :param key: random key.
     :param before: the gradient so far.
@@ -175,7 +170,7 @@ def add_gradient(
     :param plan: the plan of the fit.
     :param static: the model's other arguments.
     """
-    stepper = Stepper(plan, settings, Arguments(arrays, static))
+    stepper = Stepper(plan, Arguments(arrays, static))
     problem, pullback = stepper.problem_and_pullback(params, key, {})
     here = problem.evaluate(at.natural)
     corrections = problem.newton(here, at.ascents)
@@ -226,7 +221,6 @@ class InBlocks:
         # Blocks are checked by another thread, which waits for these at most.
         self._add, self._add_slopes = map(one_thread, (programs.sums, programs.slopes))
         self._params, self._key = params, key
-        self._may_be_augmented = starts_augmented(plan.structure)
         self.shares_unreached: dict[str, Array] = {}
 
     def unevaluated(self, natural: Natural) -> Pass:
@@ -240,7 +234,7 @@ class InBlocks:
                 at = self._add(
                     self._params, self._key, at, arguments.arrays, plan=plan,
                     static=arguments.static,
-                    augmented=augmented if self._may_be_augmented else None,
+                    augmented=augmented if self._plan.starts_augmented else None,
                 )  # fmt: skip
         shares = {name: none / all_ for name, (none, all_) in at.values.items()}
         self.shares_unreached = shares
@@ -298,10 +292,8 @@ class _Stepper(Stepper):
 
     loops = InBlocks.loops
 
-    def __init__(
-        self, plan: Plan, settings: Settings, problem: Callable[..., InBlocks]
-    ) -> None:
-        super().__init__(plan, settings, Arguments.split((), {}))
+    def __init__(self, plan: Plan, problem: Callable[..., InBlocks]) -> None:
+        super().__init__(plan, Arguments.split((), {}))
         self._in_blocks = problem
 
     def key(self, state: ConjugateState) -> Array:
@@ -317,7 +309,6 @@ class Passes(Feed):
 
     :param programs: the :class:`~numpyro_gpaug.infer.vi.programs.Programs` of the fit.
     :param plan: the plan of the fit at the first block.
-    :param settings: options of the fit.
     :param reader: the reader of the blocks of rows.
     :param data: fingerprint of the first block.
     :raises NotImplementedError: for hyperparameters that are learnt without L-BFGS, and
@@ -325,16 +316,11 @@ class Passes(Feed):
     """
 
     def __init__(
-        self,
-        programs: Any,
-        plan: Plan,
-        settings: Settings,
-        reader: Reader,
-        data: np.uint32,
+        self, programs: Any, plan: Plan, reader: Reader, data: np.uint32
     ) -> None:
         problem = partial(InBlocks, programs, plan, reader)
-        self._stepper = _Stepper(plan, settings, problem)
-        if plan.noisy or plan.closed or self._stepper.learns > self._stepper.searches:
+        self._stepper = _Stepper(plan, problem)
+        if plan.noisy or plan.closed or plan.learns > plan.searches:
             raise NotImplementedError(
                 "steps on Blocks draw nothing, and learn hyperparameters "
                 f"({sorted(plan.transforms)}) by optim='lbfgs' only. Otherwise "

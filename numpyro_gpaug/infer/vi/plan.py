@@ -21,6 +21,7 @@ from numpyro_gpaug.guides import ConjugateGuide
 from numpyro_gpaug.infer.vi.closed_params import ClosedParam
 from numpyro_gpaug.infer.vi.differentiation import floats_of
 from numpyro_gpaug.infer.vi.schedules import Schedule, as_schedule
+from numpyro_gpaug.infer.vi.sweeps import starts_augmented
 from numpyro_gpaug.model.structure import Plate, Structure
 
 if TYPE_CHECKING:
@@ -46,6 +47,11 @@ class Settings:
     hyper_steps: int
     hyper_every: int | None
     m_step: tuple[str, ...]
+
+    @property
+    def every(self) -> int:
+        """Closed-form steps between updates of hyperparameters."""
+        return self.hyper_every or 1
 
     def __post_init__(self) -> None:
         if self.updates not in UPDATES:
@@ -74,8 +80,10 @@ class Settings:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A model and its guide at arguments of certain shapes.
+    """Everything that a fit fixes before its first step, at arguments of certain
+    shapes.
 
+    :param settings: options of the fit.
     :param model: the model.
     :param guide: its guide.
     :param structure: the structure of the model at these shapes.
@@ -84,6 +92,7 @@ class Plan:
     :param passed: plates whose batches are passed in.
     """
 
+    settings: Settings
     model: Callable[..., Any]
     guide: ConjugateGuide
     structure: Structure
@@ -105,14 +114,29 @@ class Plan:
         return jnp.result_type(*(b.dtype for b in self.structure.blocks))
 
     @property
-    def noisy(self) -> bool:
-        """Whether the bounds of two steps cannot be compared."""
-        return bool(self.structure.subsampled) or self.random_others
+    def optim(self) -> Any:
+        """How hyperparameters are learnt; ``None`` if no optimiser learns any."""
+        return self.settings.optim if self.transforms else None
 
     @property
-    def random_others(self) -> bool:
-        """Whether other latents are drawn at random."""
-        return self.guide.random_others
+    def searches(self) -> bool:
+        """Whether L-BFGS learns hyperparameters."""
+        return isinstance(self.optim, str)
+
+    @property
+    def learns(self) -> bool:
+        """Whether hyperparameters change."""
+        return self.optim is not None or bool(self.closed)
+
+    @property
+    def starts_augmented(self) -> bool:
+        """Whether the first step uses factors of the augmented bound."""
+        return self.settings.updates == "auto" and starts_augmented(self.structure)
+
+    @property
+    def noisy(self) -> bool:
+        """Whether the bounds of two steps cannot be compared."""
+        return bool(self.structure.subsampled) or self.guide.random_others
 
     def warn_of_range(self, values: dict[str, Any]) -> None:
         """Warn if learning has taken a number near the limits of its dtype.

@@ -40,7 +40,6 @@ from numpyro_gpaug.infer.vi.loop import (
 )
 from numpyro_gpaug.infer.vi.passes import Passes, add_block, add_gradient
 from numpyro_gpaug.infer.vi.plan import (
-    LBFGS,
     Batch,
     Plan,
     Settings,
@@ -93,18 +92,19 @@ class Programs:
             partial(initial_state, settings, model, guide),
             static_argnames=("static", "batch"),
         )
+        # Each a function of its own: programs of one function have one cache.
         # The state is donated: with many latents a second copy would not fit. Callers
         # pass in none that a user holds.
         self.advance, self.advance_batches = (
             jit(
-                partial(fn, settings), static_argnames=("plan", "static"),
+                partial(fn), static_argnames=("plan", "static"),
                 donate_argnames="state",
             )
             for fn in (run_chunk, run_batches)
         )  # fmt: skip
         self.read = jit(partial(read_params, guide))
         self.loss, self.bounds, self.sums, self.slopes = (
-            jit(partial(fn, settings), static_argnames=("plan", "static"))
+            jit(partial(fn), static_argnames=("plan", "static"))
             for fn in (evaluate, bounds_of_batches, add_block, add_gradient)
         )
 
@@ -145,10 +145,10 @@ class Programs:
         if given.batches is not None:
             reader = Reader(given, self._model, plan.structure, self._mesh)
             if given.batch is None:
-                feed = Passes(self, plan, self._settings, reader, first.data)
+                feed = Passes(self, plan, reader, first.data)
             else:
                 feed = Minibatches(self, plan, reader, first.data)
-        searches = self._settings.optim == LBFGS and not init_params
+        searches = plan.searches and not init_params
         opposite = opposite_start(plan.structure, state.hyper.values)
         if opposite and fresh and searches and given.batches is None:
             limit = np.zeros((), plan.dtype)
@@ -272,9 +272,13 @@ class Programs:
             else:  # a wrapper of the guide's model, or another one: refused there
                 structure = structure_at(model, guide.structure, arguments)
             names, transforms = self._settings.m_step, transforms_of(guide)
-            parts = names, model, guide, structure, arguments
-            closed = closed_params(*parts, params(), transforms) if names else ()
-            return Plan(model, guide, structure, transforms, closed)
+            found = model, guide, structure
+            closed = (
+                closed_params(names, *found, arguments, params(), transforms)
+                if names
+                else ()
+            )
+            return Plan(self._settings, *found, transforms, closed)
 
         if len(self.plans) >= MAX_SHAPES and arguments.shapes not in self.plans:
             # JAX would keep what it compiled for every one of them.

@@ -19,15 +19,11 @@ from numpyro_gpaug.infer.vi.epochs import epoch_length, next_batch
 from numpyro_gpaug.infer.vi.evaluation import Evaluation
 from numpyro_gpaug.infer.vi.hyper import Hyper, limited, moved, refused
 from numpyro_gpaug.infer.vi.latent_gaussian import LatentGaussian, Natural
-from numpyro_gpaug.infer.vi.plan import LBFGS, Plan, Settings, constrained
+from numpyro_gpaug.infer.vi.plan import Plan, constrained
 from numpyro_gpaug.infer.vi.schedules import Adaptive, Schedule, as_schedule
 from numpyro_gpaug.infer.vi.settling import SETTLED, Place, settled
 from numpyro_gpaug.infer.vi.state import ConjugateState, flagged
-from numpyro_gpaug.infer.vi.sweeps import (
-    backtracked_sweep,
-    damped_sweep,
-    starts_augmented,
-)
+from numpyro_gpaug.infer.vi.sweeps import backtracked_sweep, damped_sweep
 from numpyro_gpaug.model.arguments import Arguments
 
 
@@ -35,33 +31,24 @@ class Stepper:
     """Steps of one model at given arguments, inside one trace.
 
     :param plan: the model, its guide, and its structure at such arguments.
-    :param settings: options of the fit.
     :param arguments: the model's arguments.
     """
 
     loops: ClassVar[Any] = LatentGaussian.loops
 
-    def __init__(self, plan: Plan, settings: Settings, arguments: Arguments) -> None:
-        self.plan, self._settings, self._arguments = plan, settings, arguments
+    def __init__(self, plan: Plan, arguments: Arguments) -> None:
+        self.plan, self._arguments = plan, arguments
         self._structure = plan.structure
         self.processes = tuple(block.name for block in plan.structure.processes)
-        self._optim: Any = settings.optim if plan.transforms else None
-        self.searches = self._optim == LBFGS
-        self.learns = self._optim is not None or bool(plan.closed)
         # The bound of one step can be compared with that of the next only if both are
         # computed on the same data and the same draws.
         self._comparable = not plan.noisy
-        self.every = settings.hyper_every or 1
-        self._limits = not self._comparable and settings.hyper_every is None
-        self._starts_augmented = settings.updates == "auto" and starts_augmented(
-            self._structure
-        )
 
     @cached_property
     def _schedule(self) -> Schedule:
         # Not made for an evaluation: its data may not be those of the steps.
         batches = None if self._comparable else epoch_length(self._structure)
-        return as_schedule(self._settings.step_size, batches)
+        return as_schedule(self.plan.settings.step_size, batches)
 
     @property
     def _largest(self) -> float:
@@ -71,7 +58,7 @@ class Stepper:
     def fixed(self, state: ConjugateState) -> Any:
         """Return the problem that all steps share; ``None`` if hyperparameters or data
         change."""
-        if self.learns or not self._comparable:
+        if self.plan.learns or not self._comparable:
             return None
         return self.problem_and_pullback(state.hyper.values, self.key(state), {})[0]
 
@@ -102,7 +89,7 @@ class Stepper:
             return self._fixed_step(state, problem, evaluation)
         if not self._comparable:
             return self._batch_step(state), ()
-        if self.searches:
+        if self.plan.searches:
             return self._search_step(state), ()
         return self._joint_step(state), ()
 
@@ -182,7 +169,7 @@ class Stepper:
         )  # fmt: skip
         at = whole, pullback, evaluation
         hyper = self._next_hyper(state, values, natural, at, indices)
-        if self.learns and self._limits:
+        if self.plan.learns and self.plan.settings.hyper_every is None:
             hyper = limited(hyper, size)
         new = state._replace(
             hyper=hyper, natural=whole.scatter(state.natural, natural),
@@ -223,7 +210,7 @@ class Stepper:
     def _augmented(self, step: Array) -> Array | None:
         """Return whether a step uses the factors of the augmented bound, for a safe
         start; ``None`` if no step does."""
-        return step == 0 if self._starts_augmented else None
+        return step == 0 if self.plan.starts_augmented else None
 
     def _next_hyper(
         self,
@@ -243,9 +230,12 @@ class Stepper:
         :param indices: indices of the minibatch, by plate.
         """
         hyper = state.hyper
-        if not self.learns:
+        if not self.plan.learns:
             return hyper
-        due, restricted = (state.step + 1) % self.every == 0, not self._comparable
+        due, restricted = (
+            (state.step + 1) % self.plan.settings.every == 0,
+            not self._comparable,
+        )
 
         def next_update(
             values: Any, optim_state: Any, at: tuple[Any, Any, Any]
@@ -253,9 +243,9 @@ class Stepper:
             problem, pullback, evaluation = at
             ascent = pullback(problem.gradient(evaluation, restricted=restricted))
             update = jax.tree.map(jnp.zeros_like, values)
-            if self._optim is not None:
+            if (optim := self.plan.optim) is not None:
                 descent = jax.tree.map(jnp.negative, floats_of(ascent))
-                update, optim_state = self._optim.update(
+                update, optim_state = optim.update(
                     descent, optim_state, floats_of(values)
                 )
                 update = with_zeros(update, values)
@@ -273,14 +263,16 @@ class Stepper:
 
         def moved() -> Hyper:
             carry = next_update(values, hyper.optim_state, at)
-            if self._settings.hyper_steps > 1:
-                carry = lax.fori_loop(1, self._settings.hyper_steps, one_more, carry)
+            if self.plan.settings.hyper_steps > 1:
+                carry = lax.fori_loop(
+                    1, self.plan.settings.hyper_steps, one_more, carry
+                )
             update, optim_state = carry
             # On minibatches it is the rate, which only a guard lowers.
             scale = jnp.ones_like(hyper.scale) if self._comparable else hyper.scale
             return Hyper(values, update, scale, optim_state)
 
-        if self.every == 1:
+        if self.plan.settings.every == 1:
             return moved()
         still = jax.tree.map(jnp.zeros_like, hyper.update)
         return lax.cond(due, moved, lambda: hyper._replace(values=values, update=still))
@@ -320,16 +312,16 @@ class Stepper:
         view: Any = plan.guide.view(
             self._structure, plan.model, self._arguments, filled, key
         )
-        augmented = self._settings.updates == "augmented"
+        augmented = self.plan.settings.updates == "augmented"
         return LatentGaussian.seen(
             view, "augmented" if augmented else "exact", other_terms(view, trace),
-            learns=self.learns,
+            learns=self.plan.learns,
         )  # fmt: skip
 
     def problem_and_pullback(
         self, values: dict[str, Any], key: Array, indices: dict[str, Array]
     ) -> tuple[LatentGaussian, Callable[[Any], Any]]:
-        if not self.learns:
+        if not self.plan.learns:
             return self.problem(values, key, indices), lambda slopes: None
         return vjp(lambda values: self.problem(values, key, indices), values)
 

@@ -16,7 +16,6 @@ from numpyro_gpaug.infer.vi.evaluation import Evaluation
 from numpyro_gpaug.infer.vi.plan import CHUNK, Plan
 from numpyro_gpaug.infer.vi.quasi_newton import Search
 from numpyro_gpaug.infer.vi.state import ConjugateState
-from numpyro_gpaug.infer.vi.stepper import Stepper
 from numpyro_gpaug.infer.vi.sweeps import was_whole
 
 # Nats by which the bound must go on rising, if no tol is given to a search.
@@ -35,13 +34,12 @@ class Stop:
 
     :param plan: the plan of the fit.
     :param tol: see :meth:`numpyro_gpaug.ConjugateSVI.run`.
-    :param searches: whether L-BFGS learns hyperparameters.
     :ivar tol: the tolerance of single steps in nats; 0 if their bounds are noisy, and
         for a run that does not stop.
     """
 
-    def __init__(self, plan: Plan, tol: float | None, *, searches: bool) -> None:
-        if tol is None and searches:
+    def __init__(self, plan: Plan, tol: float | None) -> None:
+        if tol is None and plan.searches:
             tol = LEAST_RISE
         self._noisy_tol = tol if plan.noisy else None
         self.tol = np.asarray(0 if tol is None or plan.noisy else tol, plan.dtype)
@@ -62,17 +60,17 @@ class Stop:
         return bool(abs(last - before) < self._noisy_tol)
 
 
-def patience(stepper: Stepper, state: ConjugateState, tol: Any) -> Any:
+def patience(plan: Plan, state: ConjugateState, tol: Any) -> Any:
     """Return the number of stalled steps, or of their points, that end a run.
 
-    :param stepper: takes the steps.
+    :param plan: the plan of the fit.
     :param state: the state after a step.
     :param tol: see :class:`Stop`.
     """
-    if stepper.searches:
+    if plan.searches:
         return quasi_newton.patience(state.hyper, tol)
-    if stepper.learns:
-        return jnp.maximum(40 * stepper.every, state.step // 5)
+    if plan.learns:
+        return jnp.maximum(40 * plan.settings.every, state.step // 5)
     return PATIENCE
 
 
