@@ -68,17 +68,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 # What takes longest goes first, so that the processes end together.
 LONGEST = (
-    "nested", "learning", "latent_gaussian", "function_space", "devices", "process",
-    "latent_predictions", "linked", "conjugate", "gibbs", "posterior", "m_steps",
-    "nested_predictions", "latent_messages", "group_models", "sparse_models",
-    "vi_against_mcmc", "batches", "streams", "diagnostics", "kernels", "joint_gibbs",
-    "faults_inputs", "faults_runs", "calibration_of_samplers", "faults_numerics",
-    "padding", "polya_gamma", "faults_files", "routes", "chain_models", "structures",
-    "resolution", "augmentations", "blocks", "likelihood_distributions", "refusals",
-    "robustness", "generalized_inverse_gaussian", "multiclass", "loadings", "markov",
-    "scanned_models", "joint_slices", "whitening", "closures", "correlated_data",
-    "correlated_softmax", "random_problems", "left_out", "known_rows", "dtypes",
-    "robust_max", "start", "nested_apart", "fields", "spatial", "sparse_cholesky",
+    "nested", "latent_gaussian", "learning", "gibbs", "conjugate", "nested_predictions",
+    "latent_messages", "diagnostics", "group_models", "streams", "function_space",
+    "devices", "process", "sparse_models", "spatial", "fields", "joint_gibbs", "linked",
+    "calibration_of_samplers", "posterior", "faults_files", "kernels", "left_out",
+    "latent_predictions", "structures", "faults_inputs", "m_steps", "multiclass",
+    "resolution", "faults_numerics", "loadings", "faults_runs", "start", "joint_slices",
+    "robustness", "likelihood_distributions", "random_problems", "routes",
+    "polya_gamma", "padding", "refusals", "whitening", "generalized_inverse_gaussian", "chain_models",
+    "pg_sampler", "augmentations", "correlated_data", "augmented_expectations",
+    "vi_against_mcmc", "expectations", "handlers", "closures", "known_rows", "markov",
+    "scanned_models", "sparse_cholesky", "nested_apart", "dtypes", "robust_max",
 )  # fmt: skip
 
 

@@ -611,6 +611,7 @@ def counts(X, y=None, *, inducing, batch_size=None):
         numpyro.sample("y", dist.Poisson(jnp.exp(f)), obs=None if y is None else y[i])
 
 
+@pytest.mark.slow  # a defect once found
 def test_steps_on_batches_that_overshoot_are_halved() -> None:
     """From the prior, whose rates are near 1, a sixth of the way to counts of hundreds
     leads to rates that are not finite."""

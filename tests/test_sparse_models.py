@@ -121,19 +121,8 @@ def fitted(model, args, white, steps=60):
     return svi, fit
 
 
-def case(name, dtype):
-    marks = () if (name, dtype) in QUICK else pytest.mark.slow
-    return pytest.param(name, dtype, marks=marks, id=f"{name}-{dtype}")
-
-
-QUICK = {("bym2", "float32")}
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [case(n, d) for n in MODELS for d in ("float32", "float64")],
-    indirect=["dtype"],
-)
+@pytest.mark.slow  # quick below, with groups
+@pytest.mark.parametrize("name", MODELS)
 def test_a_field_is_a_dense_gaussian(name, dtype, always_sparse, tmp_path):
     model, args = MODELS[name]
     (svi, fit), (dense, other) = (fitted(model, args, white) for white in (False, True))
@@ -157,11 +146,18 @@ def test_a_field_is_a_dense_gaussian(name, dtype, always_sparse, tmp_path):
     )
 
 
-@pytest.mark.parametrize("dtype", ["float64"], indirect=True)
 @pytest.mark.parametrize(
-    "fewest", [1, pytest.param(np.inf, marks=pytest.mark.slow)], ids=["nodes", "border"]
+    ("dtype", "fewest"),
+    [
+        ("float32", 1),
+        *(pytest.param("float64", n, marks=pytest.mark.slow) for n in (1, np.inf)),
+    ],
+    ids=["nodes-float32", "nodes-float64", "border-float64"],
+    indirect=["dtype"],
 )
-def test_groups_that_are_new_beside_a_field(dtype, always_sparse, monkeypatch, fewest):
+def test_groups_that_are_new_beside_a_field(
+    dtype, always_sparse, monkeypatch, fewest, tmp_path
+):
     """As nodes of the precision and as part of its border."""
     if fewest > 1:
         monkeypatch.setattr("numpyro_gpaug.model.forms._FEWEST", fewest)
@@ -182,8 +178,14 @@ def test_groups_that_are_new_beside_a_field(dtype, always_sparse, monkeypatch, f
         predicted = q.predict_y(*new)
         joint = q.predict_f(*new, site="eta", full_covariance=True).variance
         found.append((predicted.mean, predicted.variance, joint))
+        if not white:
+            q.save(tmp_path / "fit.npz")
+            loaded = gpaug.Posterior.load(tmp_path / "fit.npz", model)
+            again = loaded.predict_y(*new).mean
+            np.testing.assert_allclose(again, predicted.mean, rtol=1e-5)
+    close = 2e-3 if dtype == "float32" else 1e-7
     for one, two in zip(*found, strict=True):
-        np.testing.assert_allclose(one, two, atol=1e-7)
+        np.testing.assert_allclose(one, two, atol=close, rtol=close)
 
 
 @pytest.mark.parametrize(
