@@ -755,13 +755,12 @@ def test_weights_of_many_data_in_float32():
             point = jnp.asarray([-0.4], dtype)
             arrays = arguments.arrays
             start = programs.no_start(arrays)
-            widths = jnp.asarray(np.linspace(1, 1.5, 6), dtype)
+            widths = jnp.asarray(np.linspace(1, 1.5, 6)[None], dtype)
             at = programs.evaluate(point[None], start, arrays, gradient=False)
-            factors = jax.tree.map(lambda x: x[0], at.factors)
-            drawn = jax.jit(programs.weigh)(
-                point, factors, jnp.asarray(noise, dtype), widths, arrays
+            drawn = programs.draw(
+                point[None], at.factors, jnp.asarray(noise[None], dtype), widths, arrays
             )
-            total = np.asarray(drawn.total, float) + np.asarray(drawn.lost, float)
+            total = sum(np.asarray(x[0], float) for x in (drawn.total, drawn.lost))
             answers.append(total - total[0])
     assert np.ptp(answers[1]) > 0.1
     np.testing.assert_allclose(*answers, atol=0.02)

@@ -11,7 +11,12 @@ import jax
 import numpy as np
 from jax import Array, random
 
-from numpyro_gpaug.infer.nested.apart import Apart
+from numpyro_gpaug.infer.nested.apart import (
+    Apart,
+    corners_of,
+    group_of_terms,
+    may_part,
+)
 from numpyro_gpaug.infer.nested.bound import Start
 from numpyro_gpaug.infer.nested.hyperparameters import Hyperparameters
 from numpyro_gpaug.infer.nested.known import KNOWN, Known
@@ -149,11 +154,21 @@ class Drawer:
 
         :param point: the last point at which the Gaussian was found, (d,).
         """
-        if len(self.modes) > 1:
+        structure = self.programs.structure
+        if len(self.modes) > 1 or not may_part(structure):
             return
-        factors = self.found(point).factors
-        self.apart = self.programs.apart(point, factors, self.arrays, self._rng)
-        self.shift = np.zeros(0 if self.apart is None else self.latents)
+        # At draws of the Gaussian: far from the posterior, a density may be zero for
+        # all latents.
+        factors, sizes = self.found(point).factors, structure.form.independent
+
+        def terms(noise: np.ndarray) -> np.ndarray:
+            return self.programs.terms(point, factors, noise, self.arrays)[1]
+
+        group = group_of_terms(terms, sizes, self._rng)
+        if group is not None:
+            corners = corners_of(self.programs.num_draws, sizes)
+            self.apart = Apart(sizes, group, corners)
+            self.shift = np.zeros(self.latents)
 
     def found(self, point: np.ndarray) -> Evaluated:
         """Return the Gaussian at a point, (d,), at which it was found before."""
@@ -279,10 +294,10 @@ class Drawer:
             self._find(points, gaussian, np.flatnonzero(~gaussian.sure))
         size = programs.chunk, programs.num_draws // self.alike, self.latents
         noise = self._rng.standard_normal(size, programs.structure.dtype)
-        apart = None
+        apart: tuple[np.ndarray, ...] = ()
         if self.apart is not None:
             uniform = self.apart.uniform(self._rng, size[0], noise.dtype)
-            apart = self.apart, uniform, self.shift.astype(noise.dtype)
+            apart = uniform, self.shift.astype(noise.dtype)
         drawn = self._drawn(points, gaussians, noise, widths, apart)
         # Factors between those known may be none of a Gaussian.
         broken = ~np.isfinite(drawn.log_det)
@@ -305,7 +320,7 @@ class Drawer:
         self._bar.update(num)
         squares = np.square(noise[:num], dtype=float).sum(-1).repeat(self.alike, 1)
         corner = noise[:num, :, :0]
-        if apart is not None:
+        if self.apart is not None:
             corner = widths[:, :: self.alike, None] * noise[:num] + self.shift
         bound = np.max(bounds, axis=0)
         return Points(
@@ -318,25 +333,33 @@ class Drawer:
         gaussians: list[_Gaussians],
         noise: np.ndarray,
         widths: Any,
-        apart: Any,
+        apart: tuple[np.ndarray, ...],
     ) -> Drawn:
-        """Draw at some points in chunks; the last chunk is padded to the shape of the
-        others."""
-        programs, num = self.programs, len(points)
+        """Draw at the points of one chunk, padded to the shape of the others.
+
+        :param noise: standard normal numbers; with groups that are weighted separately,
+            of the border, like ``widths``.
+        :param apart: with such groups, the uniform numbers of their candidates, and the
+            shift of the border.
+        """
+        programs, arrays, num = self.programs, self.arrays, len(points)
         filled = np.minimum(np.arange(programs.chunk), num - 1)
         each = [g.known.factors(g.rows[filled]) for g in gaussians]
-        widths = widths[filled, :: self.alike]
+        points = points[filled].astype(programs.hyper.dtype)
+        numbers = noise, widths[filled, :: self.alike].astype(noise.dtype)
         if len(each) > 1:
             factors = jax.tree.map(lambda *x: np.stack(x, 1), *each)
             chosen = self._rng.choice(len(each), noise.shape[:2], p=self._shares)
+            shares = np.log(self._shares).astype(noise.dtype)
             drawn = programs.draw_mixed(
-                points[filled], factors, self._shares, chosen, noise, widths,
-                self.arrays,
-            )  # fmt: skip
-        else:
-            drawn = programs.draw(
-                points[filled], each[0], noise, widths, self.arrays, apart
+                points, factors, chosen, *numbers, shares, arrays
             )
+        elif self.apart is not None:
+            drawn = programs.draw_apart(
+                points, each[0], *numbers, *apart, self.apart.group, arrays
+            )
+        else:
+            drawn = programs.draw(points, each[0], *numbers, arrays)
         return jax.tree.map(lambda x: np.asarray(x)[:num], drawn)
 
     def _find(

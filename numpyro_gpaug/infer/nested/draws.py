@@ -274,9 +274,8 @@ def sampled(
     """Run NUTS on the collapsed model, for more hyperparameters than importance
     sampling allows; parameters as for :func:`integrated`."""
     draws, rng = programs.num_draws, generator(key, 1)
-    density = programs.collapsed
     with clock.part("NUTS on the collapsed model"):
-        kernel = NUTS(potential_fn=lambda point: -density(point, arrays))
+        kernel = NUTS(potential_fn=lambda point: -programs.log_collapsed(point, arrays))
         mcmc = MCMC(
             kernel, num_warmup=WARMUP, num_samples=num_points,
             progress_bar=progress_bar,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -19,13 +18,7 @@ import numpy as np
 from jax import Array, lax, random
 
 from numpyro_gpaug._numpyro import one_thread
-from numpyro_gpaug.infer.nested.apart import (
-    Apart,
-    corners_of,
-    group_of_terms,
-    may_part,
-    weigh_apart,
-)
+from numpyro_gpaug.infer.nested.apart import Apart, weigh_apart
 from numpyro_gpaug.infer.nested.bound import (
     TOLERANCE,
     CollapsedBound,
@@ -40,6 +33,7 @@ from numpyro_gpaug.math.compiling import jit
 from numpyro_gpaug.math.importance import compensated_sum
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.closures import watched
+from numpyro_gpaug.model.joint import JointView
 from numpyro_gpaug.model.latents import JOINT
 from numpyro_gpaug.model.structure import Trace, run_model
 from numpyro_gpaug.model.whitened import whitened
@@ -120,7 +114,7 @@ class Programs:
         self.chunk = max(1, min(LARGEST_CHUNK, BUDGET // held))
         self.batch = 1 if one_by_one else self.chunk
         self._settle = compiled(self._evaluate, jit)
-        self._drawn, self._drawn_apart, self._drawn_mixed = (
+        self.draw, self.draw_apart, self.draw_mixed = (
             compiled(fn, jit) for fn in (self._draw, self._draw_apart, self._draw_mixed)
         )
         self._terms = compiled(self._terms_at)
@@ -192,73 +186,6 @@ class Programs:
 
         return self._each(one, (points, start))
 
-    def draw(
-        self,
-        points: np.ndarray,
-        factors: Any,
-        noise: np.ndarray,
-        widths: np.ndarray,
-        arrays: Any,
-        apart: tuple[Apart, np.ndarray, np.ndarray] | None = None,
-    ) -> Drawn:
-        """Draw the latents at the points of one chunk; see :meth:`weigh`.
-
-        :param apart: the groups that are weighted separately, if any, the uniform
-            numbers of their candidates, and the shift of the border; noise and widths
-            are then for the border.
-        """
-        points = np.asarray(points, self.hyper.dtype)
-        given = points, factors, noise, widths.astype(self.structure.dtype)
-        if apart is None:
-            return self._drawn(*given, arrays)
-        how, uniform, shift = apart
-        return self._drawn_apart(*given, uniform, shift, how.group, arrays)
-
-    def draw_mixed(
-        self,
-        points: np.ndarray,
-        factors: Any,
-        shares: np.ndarray,
-        chosen: np.ndarray,
-        noise: np.ndarray,
-        widths: np.ndarray,
-        arrays: Any,
-    ) -> Drawn:
-        """Draw from mixtures of Gaussians; otherwise like :meth:`draw`.
-
-        :param factors: factors of all Gaussians at each point, (n, modes, ...).
-        :param shares: shares of the draws, (modes,).
-        :param chosen: the Gaussian of each draw, (n, draws).
-        """
-        points = np.asarray(points, self.hyper.dtype)
-        dtype = self.structure.dtype
-        given = points, factors, chosen, noise, widths.astype(dtype)
-        return self._drawn_mixed(*given, np.log(shares).astype(dtype), arrays)
-
-    def apart(
-        self, point: np.ndarray, factors: Any, arrays: Any, rng: np.random.Generator
-    ) -> Apart | None:
-        """Return the groups that can be weighted separately; ``None`` if there are
-        none. This is decided at draws of the Gaussian at a point: far from the
-        posterior, a density may be zero for all latents.
-
-        :param point: unconstrained hyperparameters, (d,).
-        :param factors: factors of the Gaussian there, with a leading axis of 1.
-        :param arrays: array arguments of the model.
-        :param rng: random numbers.
-        """
-        if not may_part(self.structure):
-            return None
-
-        def terms(noise: np.ndarray) -> np.ndarray:
-            return self.terms(point, factors, noise, arrays)[1]
-
-        sizes = self.structure.form.independent
-        group = group_of_terms(terms, sizes, rng)
-        if group is None:
-            return None
-        return Apart(sizes, group, corners_of(self.num_draws, sizes))
-
     def terms(
         self, point: np.ndarray, factors: Any, noise: np.ndarray, arrays: Any
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -289,16 +216,11 @@ class Programs:
     def _terms_at(
         self, point: Array, factors: Any, noise: Array, arrays: Any
     ) -> tuple[Array, Array, Array]:
-        values, _ = self.hyper.values(point, arrays)
-        view = self.bound.view(values, arrays)
-        q = moments_given(factors, view)
-
-        prior = view.prior
+        _, view, log_terms = self._at(point, arrays)
+        q, prior = moments_given(factors, view), view.prior
 
         def at(z: Array) -> tuple[Array, Array]:
-            white = self.structure.white(z, view.links)
-            terms, _ = self.log_terms(values, white, arrays)
-            return terms, -2 * prior.terms(z).sum()
+            return log_terms(z)[0], -2 * prior.terms(z).sum()
 
         form = self.structure.form
         apart = form.join_noise(*form.independent.split(noise))
@@ -313,8 +235,7 @@ class Programs:
         return np.asarray(self._linked(*given, arrays))
 
     def _linked_at(self, point: Array, white: Array, arrays: Any) -> Array:
-        values, _ = self.hyper.values(point, arrays)
-        view = self.bound.view(values, arrays)
+        _, view, _ = self._at(point, arrays)
         if self.structure.fields:
             moments = view.prior.natural.moments()
             return moments.unwhiten(white[:, : moments.rank])
@@ -337,8 +258,7 @@ class Programs:
         return self._moved(point, factors, z, arrays)
 
     def _moved_to(self, point: Array, factors: Any, z: Array, arrays: Any) -> Any:
-        values, _ = self.hyper.values(point, arrays)
-        map_ = self.bound.view(values, arrays).maps()[JOINT]
+        map_ = self._at(point, arrays)[1].maps()[JOINT]
         return jax.vmap(lambda z: moved_to(map_, factors, z[None]))(z)
 
     def gaussians(self, points: np.ndarray, start: Start, arrays: Any) -> Any:
@@ -357,7 +277,7 @@ class Programs:
             *((x.bound, x.values, x.moments) for x in found),
         )
 
-    def log_terms(
+    def _log_terms(
         self, values: dict[str, Array], white: Array, arrays: Any
     ) -> tuple[Array, Trace]:
         """Return log-densities of all data given hyperparameters and whitened latents,
@@ -392,32 +312,48 @@ class Programs:
         arguments = Arguments(arrays, self.static)
         return run_model(self._model, arguments, random.key(0), values)
 
-    def weigh(
-        self, point: Array, factors: Any, noise: Array, widths: Array, arrays: Any
-    ) -> Drawn:
-        """Draw the latents at one point.
-
-        :param point: unconstrained hyperparameters, (d,).
-        :param factors: factors of the Gaussian.
-        :param noise: standard normal numbers, (draws, size).
-        :param widths: factors by which draws are wider than the Gaussian, (draws,).
-        :param arrays: array arguments of the model.
-        """
+    def _at(self, point: Array, arrays: Any) -> tuple[Array, JointView, Any]:
+        """Return the log-density of unconstrained hyperparameters (d,), the view of the
+        model there, and the log-densities of all data as a function of the latents
+        (size,), see :meth:`_log_terms`."""
         values, log_prior = self.hyper.values(point, arrays)
         view = self.bound.view(values, arrays)
-        q, links, prior = moments_given(factors, view), view.links, view.prior
-        z = q.mean + q.unwhiten(widths[:, None] * noise)
 
-        def terms(z: Array, noise: Array, width: Array) -> tuple[Any, ...]:
-            white = self.structure.white(z, links)
-            data, trace = self.log_terms(values, white, arrays)
-            own = 0.5 * jnp.square(noise) + jnp.log(width)
-            # All at once: their sum is small.
-            sums = compensated_sum(jnp.concatenate([data, own, prior.terms(z)]))
-            return *sums, self._latents(trace)
+        def log_terms(z: Array) -> tuple[Array, Trace]:
+            white = self.structure.white(z, view.links)
+            return self._log_terms(values, white, arrays)
 
-        weighed = jax.vmap(terms)(z, noise, widths)
-        return Drawn(log_prior, z, q.log_det[0] + prior.log_det, *weighed)
+        return log_prior, view, log_terms
+
+    def _draw(
+        self, points: Array, factors: Any, noise: Array, widths: Array, arrays: Any
+    ) -> Drawn:
+        """Draw the latents.
+
+        :param points: unconstrained hyperparameters, (n, d).
+        :param factors: factors of the Gaussian at each point.
+        :param noise: standard normal numbers, (n, draws, size).
+        :param widths: factors by which draws are wider than the Gaussian, (n, draws).
+        :param arrays: array arguments of the model.
+        """
+
+        def one(each: Any) -> Drawn:
+            point, factors, noise, widths = each
+            log_prior, view, log_terms = self._at(point, arrays)
+            q, prior = moments_given(factors, view), view.prior
+            z = q.mean + q.unwhiten(widths[:, None] * noise)
+
+            def terms(z: Array, noise: Array, width: Array) -> tuple[Any, ...]:
+                data, trace = log_terms(z)
+                own = 0.5 * jnp.square(noise) + jnp.log(width)
+                # All at once: their sum is small.
+                sums = compensated_sum(jnp.concatenate([data, own, prior.terms(z)]))
+                return *sums, self._latents(trace)
+
+            weighed = jax.vmap(terms)(z, noise, widths)
+            return Drawn(log_prior, z, q.log_det[0] + prior.log_det, *weighed)
+
+        return self._each(one, (points, factors, noise, widths))
 
     def _draw_apart(
         self,
@@ -446,17 +382,11 @@ class Programs:
 
         def one(each: Any) -> Drawn:
             point, factors, *numbers = each
-            values, log_prior = self.hyper.values(point, arrays)
-            view = self.bound.view(values, arrays)
+            log_prior, view, log_terms = self._at(point, arrays)
             q, prior = moments_given(factors, view), view.prior
-
-            def at(z: Array) -> tuple[Array, Trace]:
-                white = self.structure.white(z, view.links)
-                return self.log_terms(values, white, arrays)
-
             z, *sums = weigh_apart(
-                how, number, form, q, prior, lambda z: at(z)[0],
-                lambda z: self._latents(at(z)[1]), shift, *numbers,
+                how, number, form, q, prior, lambda z: log_terms(z)[0],
+                lambda z: self._latents(log_terms(z)[1]), shift, *numbers,
             )  # fmt: skip
             return Drawn(log_prior, z, q.log_det[0] + prior.log_det, *sums)
 
@@ -472,15 +402,19 @@ class Programs:
         log_shares: Array,
         arrays: Any,
     ) -> Drawn:
-        """Draw as described in :meth:`draw_mixed`. The density of a Gaussian at draws
-        of another follows from its factors: it is the density of the prior times
-        theirs, up to a constant."""
+        """Draw like :meth:`_draw` from mixtures of Gaussians. The density of a Gaussian
+        at draws of another follows from its factors: it is the density of the prior
+        times theirs, up to a constant.
+
+        :param factors: factors of all Gaussians at each point, (n, modes, ...).
+        :param chosen: the Gaussian of each draw, (n, draws).
+        :param log_shares: logarithms of the shares of the draws, (modes,).
+        """
         modes, size = len(log_shares), self.structure.form.rank
 
         def one(each: Any) -> Drawn:
             point, factors, chosen, noise, widths = each
-            values, log_prior = self.hyper.values(point, arrays)
-            view = self.bound.view(values, arrays)
+            log_prior, view, log_terms = self._at(point, arrays)
             map_, prior = view.maps()[JOINT], view.prior
             parts = [jax.tree.map(lambda x, k=k: x[k], factors) for k in range(modes)]
             qs = [moments_given(part, view) for part in parts]
@@ -492,14 +426,13 @@ class Programs:
                 return log_factors(map_, part, z[None]) + prior.terms(z).sum()
 
             def terms(z: Array, width: Array) -> tuple[Any, ...]:
-                white = self.structure.white(z, view.links)
                 logs = []
                 for part, q in zip(parts, qs, strict=True):
                     fall = log_density(part, z) - log_density(part, q.mean[0])
                     volume = 0.5 * q.log_det[0] + size * jnp.log(width)
                     logs.append(fall / jnp.square(width) - volume)
                 mixed = jax.nn.logsumexp(log_shares + jnp.stack(logs))
-                data, trace = self.log_terms(values, white, arrays)
+                data, trace = log_terms(z)
                 rest = jnp.append(prior.terms(z), -mixed)
                 sums = compensated_sum(jnp.concatenate([data, rest]))
                 return *sums, self._latents(trace)
@@ -510,24 +443,6 @@ class Programs:
             return Drawn(log_prior, z, finite + prior.log_det, *weighed)
 
         return self._each(one, (points, factors, chosen, noise, widths))
-
-    def _draw(
-        self, points: Array, factors: Any, noise: Array, widths: Array, arrays: Any
-    ) -> Drawn:
-        """Draw the latents; see :meth:`weigh`.
-
-        :param points: points, (n, d).
-        :param factors: factors of the Gaussian at each point.
-        :param noise: standard normal numbers, (n, draws, size).
-        :param widths: widths, (n, draws).
-        :param arrays: array arguments of the model.
-        """
-
-        def one(each: Any) -> Drawn:
-            point, factors, noise, widths = each
-            return self.weigh(point, factors, noise, widths, arrays)
-
-        return self._each(one, (points, factors, noise, widths))
 
     def _each(self, function: Callable[[Any], Any], draws: Any) -> Any:
         """Map a function over draws, on any device.
@@ -566,10 +481,8 @@ class Programs:
     def log_joint(self, point: Array, z: Array, arrays: Any) -> Array:
         """Return the log-density of data, whitened latents and unconstrained
         hyperparameters, up to a constant."""
-        values, log_prior = self.hyper.values(point, arrays)
-        view = self.bound.view(values, arrays)
-        prior, white = view.prior, self.structure.white(z, view.links)
-        data, _ = self.log_terms(values, white, arrays)
+        log_prior, view, log_terms = self._at(point, arrays)
+        data, prior = log_terms(z)[0], view.prior
         return data.sum() + log_prior + prior.terms(z).sum() + 0.5 * prior.log_det
 
     def sites(self, points: Any, z: Any, arrays: Any) -> dict[str, Array]:
@@ -596,20 +509,13 @@ class Programs:
         """
 
         def one(draw: tuple[Array, Array]) -> dict[str, Array]:
-            values, _ = self.hyper.values(draw[0], arrays)
-            white = self.structure.white(draw[1], self.bound.view(values, arrays).links)
-            _, trace = self.log_terms(values, white, arrays)
-            return self._latents(trace, deterministic=True)
+            _, _, log_terms = self._at(draw[0], arrays)
+            return self._latents(log_terms(draw[1])[1], deterministic=True)
 
         return self._each(one, (points, z))
 
-    @cached_property
-    def collapsed(self) -> Callable[..., Any]:
-        """Return the log-density of unconstrained hyperparameters, for NUTS."""
-
-        def density(point: Array, arrays: Any) -> Array:
-            values, log_prior = self.hyper.values(point, arrays)
-            steps = self.hyper.steps(values, arrays)
-            return self.bound(values, steps, arrays) + log_prior
-
-        return density
+    def log_collapsed(self, point: Array, arrays: Any) -> Array:
+        """Return the collapsed log-density of unconstrained hyperparameters, for
+        NUTS."""
+        values, log_prior = self.hyper.values(point, arrays)
+        return self.bound(values, self.hyper.steps(values, arrays), arrays) + log_prior
