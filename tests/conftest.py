@@ -75,8 +75,8 @@ LONGEST = (
     "latent_predictions", "structures", "faults_inputs", "m_steps", "multiclass",
     "resolution", "faults_numerics", "loadings", "faults_runs", "start", "joint_slices",
     "robustness", "likelihood_distributions", "random_problems", "routes",
-    "polya_gamma", "padding", "refusals", "whitening", "generalized_inverse_gaussian", "chain_models",
-    "pg_sampler", "augmentations", "correlated_data", "augmented_expectations",
+    "polya_gamma", "padding", "refusals", "whitening", "generalized_inverse_gaussian",
+    "chain_models", "pg_sampler", "augmentations", "correlated_data", "augmented_expectations",
     "vi_against_mcmc", "expectations", "handlers", "closures", "known_rows", "markov",
     "scanned_models", "sparse_cholesky", "nested_apart", "dtypes", "robust_max",
 )  # fmt: skip
