@@ -76,9 +76,9 @@ LONGEST = (
     "resolution", "faults_numerics", "loadings", "faults_runs", "start", "joint_slices",
     "robustness", "likelihood_distributions", "random_problems", "routes",
     "polya_gamma", "padding", "refusals", "whitening", "generalized_inverse_gaussian",
-    "chain_models", "pg_sampler", "augmentations", "correlated_data", "augmented_expectations",
-    "vi_against_mcmc", "expectations", "handlers", "closures", "known_rows", "markov",
-    "scanned_models", "sparse_cholesky", "nested_apart", "dtypes", "robust_max",
+    "chain_models", "pg_sampler", "augmentations", "correlated_data",
+    "augmented_expectations", "vi_against_mcmc", "expectations", "handlers", "closures", "markov",
+    "known_rows", "scanned_models", "sparse_cholesky", "nested_apart", "dtypes", "robust_max",
 )  # fmt: skip
 
 

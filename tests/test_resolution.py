@@ -97,9 +97,11 @@ def test_sites_under_wide_priors_are_those_of_exact_algebra(tmp_path):
         np.testing.assert_allclose(w.variance, np.diag(covariance)[1:], rtol=1e-3)
     # Draws of the guide are of the same Gaussian.
     given = {"width": np.asarray(width, "float32"), "law": "normal"}
-    draws = svi.guide.sample_posterior(
-        jax.random.key(1), result.params, x, y, sample_shape=(200,), **given
-    )
+    draws = jax.jit(
+        lambda params: svi.guide.sample_posterior(
+            jax.random.key(1), params, x, y, sample_shape=(200,), **given
+        )
+    )(result.params)
     values = draws["b"][:, None] + draws["w"] @ x.T
     assert np.abs(np.asarray(values).mean(0) - design @ mean).max() < 0.1
     # What was fitted before, in another basis, is still read as it was.
