@@ -77,8 +77,9 @@ LONGEST = (
     "robustness", "likelihood_distributions", "random_problems", "routes",
     "polya_gamma", "padding", "refusals", "whitening", "generalized_inverse_gaussian",
     "chain_models", "pg_sampler", "augmentations", "correlated_data",
-    "augmented_expectations", "vi_against_mcmc", "expectations", "handlers", "closures", "markov",
-    "known_rows", "scanned_models", "sparse_cholesky", "nested_apart", "dtypes", "robust_max",
+    "augmented_expectations", "vi_against_mcmc", "expectations", "handlers", "closures",
+    "markov", "known_rows", "scanned_models", "sparse_cholesky", "nested_apart",
+    "dtypes", "robust_max",
 )  # fmt: skip
 
 
