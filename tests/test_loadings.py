@@ -342,6 +342,7 @@ def test_invalid_latents(x64) -> None:
         posterior.predict_f(X, labels=np.zeros((5, 2), int), full_covariance=True)
 
 
+@pytest.mark.slow  # other joint draws are quick in test_joint_gibbs.py
 def test_shared_latents_are_drawn_jointly() -> None:
     """Against importance sampling of the same posterior by NumPy."""
     X, y, known = problem("float32")

@@ -37,6 +37,7 @@ from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.predict import summary
 from numpyro_gpaug.predict.mixture import Members
 from tests.conftest import compilations, enable_x64
+from tests.models import gram
 
 SLOW = pytest.mark.slow
 G, N = 4, 24
@@ -149,7 +150,7 @@ def test_a_processs_marginal_likelihood_is_exact(x64):
             gpaug.collapse(model), (X, y), {}, {"length": length}
         )[0]
     )(jnp.array(0.3))
-    K = np.asarray(gpaug.kernels.Matern52(0.3)(X, X)) + 0.01 * np.eye(12)
+    K = gram(gpaug.kernels.Matern52(0.3), X, X) + 0.01 * np.eye(12)
     expected = stats.multivariate_normal(np.zeros(12), K).logpdf(y)
     expected += float(dist.LogNormal(-1, 1).log_prob(0.3))
     # The jitter is part of the model.
@@ -173,8 +174,8 @@ def test_sparse_processes_are_collapsed_as_draws_are_weighed(x64, projected):
     bound = CollapsedBounds(model, projected=projected).at(arguments, given, kwargs)
     at = {"length": jnp.array(0.3)}
     found = jax.jit(bound)(at, {"length": jnp.array(1.0)}, arguments.arrays)
-    cross = np.asarray(gpaug.kernels.Matern52(0.3)(Z, X))
-    K = np.asarray(gpaug.kernels.Matern52(0.3)(Z, Z))
+    cross = gram(gpaug.kernels.Matern52(0.3), Z, X)
+    K = gram(gpaug.kernels.Matern52(0.3), Z, Z)
     Q = cross.T @ np.linalg.solve(K, cross)
     expected = stats.multivariate_normal(np.zeros(12), Q + 0.09 * np.eye(12)).logpdf(y)
     if not projected:  # Titsias's bound
