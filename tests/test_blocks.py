@@ -122,6 +122,7 @@ def check_blocks(fn, given, dtype):
         assert_close(a, b, 20 * max(1, np.abs(b).max()))
 
 
+@pytest.mark.slow
 def test_blocks_under_vmap() -> None:
     problem, values, natural = problem_of(factors, "float32", {})
     several = jax.tree.map(lambda x: np.stack([x, x + np.float32(0.3)]), values)

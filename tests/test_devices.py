@@ -177,12 +177,13 @@ def test_learning_takes_sums_alone_too(size):
     assert max(size for _, size in found) < 8 * 41 * 4
 
 
+@pytest.mark.slow  # rows in memory are quick
 @pytest.mark.parametrize(
     ("source", "what", "optim"),
     [
         (gpaug.Batches, "advance_batches", optax.adam(0.02)),
-        pytest.param(gpaug.Blocks, "sums", "lbfgs", marks=pytest.mark.slow),
-        pytest.param(gpaug.Blocks, "slopes", "lbfgs", marks=pytest.mark.slow),
+        (gpaug.Blocks, "sums", "lbfgs"),
+        (gpaug.Blocks, "slopes", "lbfgs"),
     ],
 )
 def test_batches_that_are_read_are_shared_out(source, what, optim):

@@ -323,6 +323,7 @@ def grades(group, y=None, *, third=2.0):
         numpyro.sample("y", law, obs=y)
 
 
+@pytest.mark.slow  # other constants are quick above
 def test_edited_cutpoints(tmp_path) -> None:
     path = tmp_path / "fit.npz"
     archives.at_start(gpaug.AutoLatentGaussian(grades), GROUP, GROUP).save(path)

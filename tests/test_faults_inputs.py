@@ -98,13 +98,8 @@ def test_observations_that_were_forgotten_are_named(law, forgets) -> None:
         forgets(partial(effects, law=law))
 
 
-@pytest.mark.parametrize(
-    "sampler",
-    [
-        pytest.param(gpaug.AugmentedGaussian, marks=pytest.mark.slow),
-        gpaug.EllipticalSlice,
-    ],
-)
+@pytest.mark.slow  # of a sampler alone it is quick above
+@pytest.mark.parametrize("sampler", [gpaug.AugmentedGaussian, gpaug.EllipticalSlice])
 def test_observations_forgotten_beside_another_sampler_are_named(sampler) -> None:
     """What that one has drawn is given to the model as data are."""
 

@@ -227,6 +227,7 @@ def test_what_a_datum_compares_is_not_a_group(monkeypatch):
     assert "40 Gaussian latents, dense" in repr(guide)
 
 
+@pytest.mark.slow  # quick in test_dtypes.py
 def test_files_of_groups(x64, of_groups, tmp_path):
     posterior, _, _ = of_groups[1]
     posterior.save(tmp_path / "fit.npz")

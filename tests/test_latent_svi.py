@@ -86,6 +86,7 @@ def test_routes_are_those_of_the_guide() -> None:
     assert loss.routes(guide, *args) == {"y": gpaug.Route.EXPONENTIAL}
 
 
+@pytest.mark.slow
 def test_a_latent_may_have_the_name_of_the_joint_gaussian() -> None:
     def model(group, y=None):
         tau = numpyro.sample("latents", dist.HalfNormal(1))

@@ -85,7 +85,8 @@ def test_two_classes_against_brute_force(dtype: str, name: str) -> None:
         )
 
 
-@pytest.mark.parametrize("num_classes", [pytest.param(3, marks=pytest.mark.slow), 100])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_classes", [3, 100])
 def test_many_classes_against_draws(num_classes: int) -> None:
     rng = np.random.default_rng(1)
     m = rng.normal(size=num_classes).astype("float32")

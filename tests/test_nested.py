@@ -134,6 +134,7 @@ def test_normal_models_collapse_to_the_exact_marginal_likelihood(x64):
     jax.tree.map(close, ours[1], theirs[1])
 
 
+@SLOW  # of sparse processes it is quick below
 def test_a_processs_marginal_likelihood_is_exact(x64):
     X = np.linspace(0, 1, 12)[:, None]
     y = np.sin(6 * X[:, 0])

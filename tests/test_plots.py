@@ -202,6 +202,7 @@ def test_latent_draws_mean_intervals_data_and_inducing_inputs(series):
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("x", "latent function")
 
 
+@pytest.mark.slow
 def test_latents_of_several_outputs_and_the_given_axes(series):
     X, y, Z = series
     labels = np.digitize(y, [-0.5, 0.5])
