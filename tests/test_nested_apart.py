@@ -194,7 +194,8 @@ def test_corners_share_draws_evenly():
     assert [corners_of(n, Layout(9, 1, 1)) for n in (1, 7, 16, 24, 20)] == [
         1, 1, 2, 3, 2,
     ]  # fmt: skip
-    assert draws_at(Layout(9, 1, 1)) == draws_at(Layout(9, 3, 1)) == 16
+    assert draws_at(Layout(9, 1, 1), 16) == draws_at(Layout(9, 3, 1), 8) == 16
+    assert draws_at(Layout(9, 1, 1), 15) == 8
 
 
 def test_corners_move_only_where_their_mean_is_sure():

@@ -84,13 +84,15 @@ def may_part(structure: JointStructure) -> bool:
     return structure.form.independent.groups >= FEWEST
 
 
-def draws_at(sizes: Layout) -> int:
+def draws_at(sizes: Layout, room: float) -> int:
     """Return the default number of draws at each point: enough for two draws of the
-    border, or for one if groups have several latents.
+    border; for one if groups have several latents, or if there is no room for more.
 
     :param sizes: sizes of the latents.
+    :param room: the number of draws that there is room for.
     """
-    return max(2 * CANDIDATES[0], CANDIDATES[sizes.each > 1])
+    few = CANDIDATES[sizes.each > 1]
+    return few if room < 2 * CANDIDATES[0] else max(2 * CANDIDATES[0], few)
 
 
 def corners_of(draws: int, sizes: Layout) -> int:

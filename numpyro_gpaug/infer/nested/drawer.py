@@ -243,7 +243,7 @@ class Drawer:
         return value, ascent[0].astype(float)
 
     def first(self, points: np.ndarray, widths: np.ndarray) -> Points:
-        """Draw at the first points, with searches for all Gaussians. One half of them
+        """Weigh draws at the first points, with searches for all Gaussians. One half of them
         then calibrates the error of the spline through the other half.
 
         :param points: points, (n, d).
@@ -252,7 +252,8 @@ class Drawer:
         half = len(points) // 2
         parts = []
         for places in (slice(half), slice(half, None)):
-            parts.append(self.draw(points[places], widths[places], found=True))
+            part = self.draw(points[places], widths[places], found=True, kept=False)
+            parts.append(part)
             for known in self.modes:
                 known.learn()
         self._calibrate()
@@ -269,16 +270,21 @@ class Drawer:
         factor = np.quantile(losses[seen] / doubts[seen], SURE)
         self._most = ENOUGH / max(factor, 1e-300)
 
-    def draw(self, points: np.ndarray, widths: np.ndarray, *, found: bool) -> Points:
+    def draw(
+        self, points: np.ndarray, widths: np.ndarray, *, found: bool, kept: bool = True
+    ) -> Points:
         """Draw the latents at points.
 
         :param points: points, (n, d).
         :param widths: widths, (n, draws).
         :param found: whether to search for the Gaussian at all of them.
+        :param kept: whether to keep latents and values of sites, and not only weights.
         """
         chunk, whole = self.programs.chunk, None
         for i in range(0, len(points), chunk):
             part = self._chunk(points[i : i + chunk], widths[i : i + chunk], found)
+            if not kept:
+                part = part._replace(z=part.z[..., :0], sites={})
             if whole is None:
                 whole = jax.tree.map(partial(_empty, len(points)), part)
             for into, new in zip(*map(jax.tree.leaves, (whole, part)), strict=True):

@@ -37,6 +37,8 @@ from numpyro_gpaug.predict import Posterior
 
 # Draws of the latents at each of them: by default, at most, and numbers held in all.
 DRAWS, MOST_DRAWS, MOST_NUMBERS = 8, 32, 2**24
+# Draws of groups that are weighted apart differ little in their border: as many more.
+MORE_APART = 4
 
 
 class NestedVI(Displayed):
@@ -428,12 +430,12 @@ class NestedVI(Displayed):
         structure = bound.structure
         if not structure.size:
             return 1
-        if may_part(structure):
-            return draws_at(structure.form.independent)
-        if not structure.form.any_rows:
-            return DRAWS
         # As many as there is room for.
         room = MOST_NUMBERS // max(self.num_points * structure.size, 1)
+        if may_part(structure):
+            return draws_at(structure.form.independent, MORE_APART * room)
+        if not structure.form.any_rows:
+            return DRAWS
         return max(DRAWS, min(structure.size // 12, MOST_DRAWS, room))
 
     @one_thread

@@ -96,7 +96,7 @@ def approached(
         shares = tuple(1.0 for _ in laws)
         proposal = Proposal(laws, shares, from_prior)
         points = rng.permutation(proposal.draws(num, prior, rng))
-        drawn = drawer.draw(points, widths, found=False)
+        drawn = drawer.draw(points, widths, found=False, kept=False)
         density = proposal.log_density(points, drawn.log_prior, num)
         ratios = drawn.log_joint_over_q - density[:, None]
         ratios = np.where(np.isfinite(ratios), ratios, -np.inf)
