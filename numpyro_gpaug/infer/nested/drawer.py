@@ -243,8 +243,8 @@ class Drawer:
         return value, ascent[0].astype(float)
 
     def first(self, points: np.ndarray, widths: np.ndarray) -> Points:
-        """Weigh draws at the first points, with searches for all Gaussians. One half of them
-        then calibrates the error of the spline through the other half.
+        """Weigh draws at the first points, with searches for all Gaussians. One half of
+        them then calibrates the error of the spline through the other half.
 
         :param points: points, (n, d).
         :param widths: widths, (n, draws).
