@@ -13,9 +13,8 @@ import numpyro_gpaug as gpaug
 from numpyro_gpaug import kernels
 from numpyro_gpaug._display import as_html, as_text, brief
 from numpyro_gpaug.infer.vi import quasi_newton
-from numpyro_gpaug.infer.vi.hyper import Hyper
 from numpyro_gpaug.infer.vi.result import ConjugateResult
-from numpyro_gpaug.infer.vi.state import ConjugateState
+from numpyro_gpaug.infer.vi.state import ConjugateState, Hyper
 
 X, Y = np.linspace(0, 1, 8, dtype="float32")[:, None], np.arange(8) % 2
 

@@ -25,8 +25,8 @@ from numpyro_gpaug.infer.vi import (
     settling,
     stepper,
 )
-from numpyro_gpaug.infer.vi.hyper import Hyper
 from numpyro_gpaug.infer.vi.result import ConjugateResult
+from numpyro_gpaug.infer.vi.state import Hyper
 
 KEY = jax.random.key(0)
 positive = dist.constraints.positive

@@ -35,9 +35,13 @@ from jax import Array, lax
 from numpyro_gpaug.infer.vi.differentiation import raveled
 from numpyro_gpaug.infer.vi.evaluation import relative_rounding
 from numpyro_gpaug.infer.vi.first_order import Ascent
-from numpyro_gpaug.infer.vi.hyper import Hyper
 from numpyro_gpaug.infer.vi.latent_gaussian import Natural
-from numpyro_gpaug.infer.vi.state import ConjugateState, flagged, unknown_bound
+from numpyro_gpaug.infer.vi.state import (
+    ConjugateState,
+    Hyper,
+    flagged,
+    unknown_bound,
+)
 from numpyro_gpaug.math.compiling import few
 from numpyro_gpaug.model.structure import Structure
 

@@ -10,8 +10,23 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_gpaug.infer.vi.hyper import Hyper
 from numpyro_gpaug.infer.vi.latent_gaussian import Natural
+
+
+class Hyper(NamedTuple):
+    """Hyperparameters and their optimiser.
+
+    :param values: unconstrained params of the model and of the other guide.
+    :param update: the pending update, applied at the start of the next step.
+    :param scale: fraction of it to apply; reduced when it made the bound fall.
+    :param optim_state: the optax state, or a
+        :class:`~numpyro_gpaug.infer.vi.quasi_newton.Search`.
+    """
+
+    values: dict[str, Any]
+    update: dict[str, Any]
+    scale: Array
+    optim_state: Any
 
 
 class ConjugateState(NamedTuple):

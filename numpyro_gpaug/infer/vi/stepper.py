@@ -17,14 +17,18 @@ from numpyro_gpaug.infer.vi.differentiation import floats_of, vjp, with_zeros
 from numpyro_gpaug.infer.vi.elbo import other_terms
 from numpyro_gpaug.infer.vi.epochs import epoch_length, next_batch
 from numpyro_gpaug.infer.vi.evaluation import Evaluation
-from numpyro_gpaug.infer.vi.hyper import Hyper, limited, moved, refused
 from numpyro_gpaug.infer.vi.latent_gaussian import LatentGaussian, Natural
 from numpyro_gpaug.infer.vi.plan import Plan, constrained
 from numpyro_gpaug.infer.vi.schedules import Adaptive, Schedule, as_schedule
 from numpyro_gpaug.infer.vi.settling import SETTLED, Place, settled
-from numpyro_gpaug.infer.vi.state import ConjugateState, flagged
+from numpyro_gpaug.infer.vi.state import ConjugateState, Hyper, flagged
 from numpyro_gpaug.infer.vi.sweeps import backtracked_sweep, damped_sweep
 from numpyro_gpaug.model.arguments import Arguments
+
+# Of a pending update, what is tried at least before a new one.
+LEAST_SCALE = 0.1
+# Of the step size of the posterior, by how much hyperparameters may move meanwhile.
+LARGEST_PART = 0.5
 
 
 class Stepper:
@@ -328,3 +332,46 @@ class Stepper:
     def key(self, state: ConjugateState) -> Array:
         """Return the random key of the next step."""
         return random.fold_in(state.rng_key, state.step + 1)
+
+
+def moved(hyper: Hyper) -> dict[str, Any]:
+    """Return hyperparameters after their pending update."""
+
+    def after(value: Array, update: Array) -> Array:
+        return value + jnp.asarray(hyper.scale * update, value.dtype)
+
+    return jax.tree.map(after, hyper.values, hyper.update)
+
+
+def limited(hyper: Hyper, size: Array) -> Hyper:
+    """Clip every entry of a pending update to half the step size of the posterior. A
+    step of size ``s`` takes the posterior a fraction ``s`` of its way, so it lags
+    behind by about ``1 / s`` steps. In these, no hyperparameter then changes by more
+    than a half in unconstrained units (a factor of 1.6 for a positive one). Stochastic
+    approximation of two quantities needs two such time scales to converge (Borkar,
+    1997, Stochastic approximation with two time scales).
+
+    :param hyper: hyperparameters with an update from any optax transformation.
+    :param size: the size of the last step of the posterior.
+    """
+
+    def cut(update: Array) -> Array:
+        most = jnp.asarray(LARGEST_PART * size, update.dtype)
+        return jnp.clip(update, -most, most)
+
+    return hyper._replace(update=jax.tree.map(cut, hyper.update))
+
+
+def refused(hyper: Hyper) -> Hyper:
+    """Halve a pending update that made the bound fall. If less than a tenth is left, it
+    is replaced by an update from a new gradient: an update with momentum need not
+    ascend, however small it is.
+
+    :param hyper: hyperparameters before the update.
+    """
+    dropped = hyper.scale < 2 * LEAST_SCALE
+    update = jax.tree.map(
+        lambda u: jnp.where(dropped, jnp.zeros_like(u), u), hyper.update
+    )
+    scale = jnp.where(dropped, 1, hyper.scale / 2)
+    return hyper._replace(update=update, scale=scale)
