@@ -3,7 +3,7 @@
 guests of NumPyro's MCMC."""
 
 from contextlib import ExitStack
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +13,16 @@ import numpyro.distributions as dist
 import pytest
 from numpyro import handlers
 from numpyro.infer import MCMC, NUTS, Gibbs
+from scipy.linalg import block_diag
 from scipy.stats import norm
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.gaussians.base import GaussianFactors
-from numpyro_gpaug.gaussians.dense import AffineMap
-from numpyro_gpaug.infer.mcmc.ellipses import minus_log_density
+from numpyro_gpaug.gaussians.dense import AffineMap, Prior
+from numpyro_gpaug.gp.outputs import Outputs
+from numpyro_gpaug.infer.mcmc.parts import Geometry, Part
+from numpyro_gpaug.infer.mcmc.slices import minus_log_density
+from numpyro_gpaug.model.latents import GaussianSite, JointStructure
 from tests.chains import assert_same_law, importance_draws, many_chains
 from tests.conftest import assert_close
 
@@ -203,6 +207,68 @@ def test_several_latents(model) -> None:
     assert_same_law(gibbs.get_samples(), reference.get_samples(), "f")
 
 
+def parted(X, y=None):
+    """Two data sets of a process, one of weights and a scalar, and a scalar that no
+    datum depends on."""
+    kernel = gpaug.kernels.SquaredExponential(1.0, 2.0)
+    f = gpaug.GaussianProcess("f", kernel, X[:4])(X)
+    w = numpyro.sample("w", dist.Normal(jnp.ones(2), 1.0).to_event(1))
+    u, free = (numpyro.sample(name, dist.Normal(1.0, 2.0)) for name in ("u", "free"))
+    with numpyro.plate("data", len(X)):
+        numpyro.sample("a", dist.StudentT(4.0, f, 0.5), obs=y)
+        numpyro.sample("b", dist.Bernoulli(logits=2 * f), obs=LABELS)
+        numpyro.sample("c", dist.Laplace(X @ w + u, 0.5), obs=y)
+    numpyro.deterministic("all", jnp.append(w, jnp.stack([u, free])))
+
+
+def shared_noise(X, y=None):
+    """Two parameters of a likelihood, one of which two blocks share."""
+    kernel = gpaug.kernels.SquaredExponential(1.0, 2.0)
+    f, g = (gpaug.GaussianProcess(name, kernel, X[:4])(X) for name in "fg")
+    w = numpyro.sample("w", dist.Normal(jnp.ones(2), 1.0).to_event(1))
+    numpyro.deterministic("all", jnp.concatenate([g, w]))
+    with numpyro.plate("data", len(X)):
+        numpyro.sample("y", gpaug.HeteroscedasticNormal(f + X @ w, g, 4.0), obs=y)
+
+
+def shared_classes(X, y=None):
+    """Latents of a process and weights in one predictor, and a mean to learn."""
+    level = numpyro.sample("level", dist.Normal(0.0, 1.0))
+    kernel = gpaug.kernels.SquaredExponential(1.0, 2.0)
+    gp = gpaug.GaussianProcess("f", kernel, X[:4], level, num_latents=4)
+    b = numpyro.sample("b", dist.Normal(jnp.zeros(3), 1.0).to_event(1))
+    numpyro.deterministic("all", jnp.append(b, level))
+    with numpyro.plate("data", len(X)):
+        logits = gp(X, latents=jnp.array([2, 0, 3])) + b
+        numpyro.sample("y", gpaug.LogisticSoftmax(logits), obs=LABELS + (y > 0))
+
+
+PARTS = {
+    parted: [{"f.v"}, {"w", "u"}, {"free"}],
+    shared_noise: [{"f.v", "w"}, {"g.v"}],
+    shared_classes: [{"level", "f.v", "b"}],
+}
+
+
+@pytest.mark.parametrize("model", PARTS)
+def test_latents_that_share_no_predictor_are_parts(model) -> None:
+    kernel = gpaug.AugmentedGaussian(model)
+    jax.eval_shape(lambda key: kernel.init(key, 0, None, (X, REALS), {}), KEY)
+    found = [{s.name for s in part.structure.sites} for part in kernel._parts]
+    assert sorted(map(sorted, found)) == sorted(map(sorted, PARTS[model]))
+    alone = [part.process for part in kernel._parts if part.process]
+    assert alone == {parted: ["f"], shared_noise: ["g"], shared_classes: []}[model]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampler", [gpaug.EllipticalSlice, gpaug.AugmentedGaussian])
+@pytest.mark.parametrize("model", PARTS)
+def test_parts_are_drawn_from_the_posterior(model, sampler) -> None:
+    reference = run(NUTS(model), X, REALS, num_warmup=500, num_samples=6000)
+    found = run(sampler(model), X, REALS, num_samples=30000, thinning=3)
+    assert_same_law(found.get_samples(), reference.get_samples(), "f", "all")
+
+
 @pytest.mark.slow
 def test_slices_with_hyperparameters_and_without_augmentation() -> None:
     def model(X, y=None, *, inducing):
@@ -225,41 +291,55 @@ def test_slices_with_hyperparameters_and_without_augmentation() -> None:
 # -- the Gaussian part -----------------------------------------------------------------
 
 
-def test_joint_draws_and_evidence(x64) -> None:
-    rng = np.random.default_rng(0)
-    projection, offset, potential, precision = (
-        rng.normal(size=s) for s in [(1, 3, 3), (2, 3), (2, 3), (2, 3)]
+def test_draws_and_evidence_given_factors(x64) -> None:
+    """Of a process with two latents, by a factorisation of its inducing values or of
+    its data, and of the same numbers as a joint Gaussian."""
+    rng, size, num = np.random.default_rng(0), 3, 4
+    A = rng.normal(size=(size, num))
+    offset, h, w = (rng.normal(size=(2, num)) for _ in range(3))
+    w = w**2
+    w[0, 0] = h[0, 0] = 0.0
+    site = GaussianSite("f.v", (2, size), (2, size), local=False)
+    structure = JointStructure((), (), (), {}, {}, {}, dtype=float).with_sites((site,))
+    outputs = Outputs(None, None, None, 2, num)
+    factors = GaussianFactors(h.ravel(), w.ravel())
+
+    def predictors(f):
+        return 1 - 2 * f.T.ravel()
+
+    ways = {}
+    for gram in (False, True):
+        map_ = AffineMap(offset, A[None], jnp.zeros_like(offset))
+        part = Part(structure, "f")
+        map_ = map_._replace(
+            gram=map_.projection.mT @ map_.projection if gram else None
+        )
+        ways[gram] = part, Geometry(None, part.standard, (), {"f": (map_, outputs)})
+    whole = jnp.asarray(block_diag(A, A))[None]
+    joint = AffineMap(
+        1 - 2 * offset.reshape(1, -1), -2 * whole, jnp.zeros((1, 2 * num))
     )
-    precision = precision**2
-    precision[0, 0] = potential[0, 0] = 0.0
-    A, count = projection[0], 8000
-
-    @jax.jit
-    def draws(offset, projection, factors, keys):
-        map_ = AffineMap(offset, projection, jnp.zeros_like(offset))
-        one = AffineMap(offset[1:], projection, jnp.zeros_like(offset[1:]))
-        evidence = one.log_evidence(jax.tree.map(lambda x: x[1:], factors))
-        ways = [
-            jax.vmap(lambda k, m=m: m.draw(k, factors))(keys)
-            for m in (map_, map_.with_gram())
-        ]
-        return ways, evidence
-
-    factors = GaussianFactors(potential, precision)
-    keys = jax.random.split(KEY, count)
-    ways, evidence = jax.device_get(draws(offset, projection, factors, keys))
-    for latent in range(2):
-        w, h, o = (a[latent] for a in (precision, potential, offset))
-        cover = np.linalg.inv(np.eye(3) + A @ np.diag(w) @ A.T)
-        mean = cover @ A @ (h - w * o)
-        for way in ways:
-            z = way[:, latent]
-            error = np.sqrt(np.diag(cover) / count)
-            assert np.all(np.abs(z.mean(0) - mean) < 4.5 * error)
-            assert np.abs(np.cov(z.T) - cover).max() < 0.06
-    expected = 0.5 * np.linalg.slogdet(cover)[1] + np.sum(h * o - 0.5 * w * o**2)
-    expected += 0.5 * mean @ np.linalg.solve(cover, mean)
-    assert_close(evidence, expected)
+    standard = Prior(jnp.zeros((1, 2 * size)), jnp.ones((1, 2 * size)))
+    ways["joint"] = Part(structure), Geometry(joint, standard, (), {})
+    P = -2 * block_diag(A, A)
+    cover = np.linalg.inv(np.eye(2 * size) + P @ np.diag(w.ravel()) @ P.T)
+    away = 1 - 2 * offset.ravel()
+    mean = cover @ P @ (h.ravel() - w.ravel() * away)
+    log_sum = 0.5 * np.linalg.slogdet(cover)[1] + 0.5 * mean @ np.linalg.solve(
+        cover, mean
+    )
+    log_sum += np.sum(h.ravel() * away - 0.5 * w.ravel() * away**2)
+    count = 8000
+    keys, error = jax.random.split(KEY, count), np.sqrt(np.diag(cover) / count)
+    for part, geometry in ways.values():
+        z = geometry.prior.loc + 0.5
+        draw = partial(
+            part.draw, z=z, factors=factors, geometry=geometry, predictors=predictors
+        )
+        found = np.asarray(jax.jit(jax.vmap(draw))(keys)).reshape(count, -1)
+        assert np.all(np.abs(found.mean(0) - mean) < 4.5 * error)
+        assert np.abs(np.cov(found.T) - cover).max() < 0.06
+        assert_close(part.log_evidence(factors, geometry, predictors), log_sum)
 
 
 # -- a guest of MCMC -------------------------------------------------------------------
@@ -342,7 +422,7 @@ def test_refusals_name_the_way_out() -> None:
     refuse(gpaug.CollapsedGaussian(additive), "parameter.*'scale'", X, X[:, 0])
     refuse(gpaug.CollapsedGaussian(classifier), "no hyperparameters", X, LABELS)
     whole = gpaug.with_residual(classifier, "site")
-    refuse(gpaug.AugmentedGaussian(whole), "with_residual", X, LABELS)
+    refuse(gpaug.EllipticalSlice(whole), "with_residual", X, LABELS)
     no_data = "'y' has no observed value"
     refuse(gpaug.AugmentedGaussian(classifier), no_data, X, None, error=ValueError)
 
@@ -400,19 +480,21 @@ def test_slices_go_around_a_joint_gaussian_where_blocks_meet(x64) -> None:
             state = kernel.sample(state, (inputs, y), data)
             return state, (state.evaluations, state.log_ratio, state.scale)
 
-        return state.ellipses.parts, jax.lax.scan(step, state, None, length=50)[1]
+        return state.ellipses.moments, jax.lax.scan(step, state, None, length=50)[1]
 
-    (part,), (evaluations, log_ratio, scales) = jax.device_get(chain(KEY))
+    (q,), (evaluations, log_ratio, scales) = jax.device_get(chain(KEY))
     across = projection(slice(20), order=3, variance=1.0, inducing=4).T
-    # Blocks in the order of their names: f, w.
     design = np.concatenate([across, inputs.T])
     prior = np.diag([1.0] * 4 + [0.25] * 2)
     precision = prior + design @ design.T / scale**2
     potential = prior @ np.array([0.0] * 4 + [1.0] * 2) + design @ y / scale**2
     covariance = np.linalg.inv(precision)
-    whitener = part.moments.whitener[0]
+    # Of standard normal numbers.
+    loc, scale = np.array([0.0] * 4 + [1.0] * 2), np.array([1.0] * 4 + [2.0] * 2)
+    whitener = q.whitener[0] * scale
     np.testing.assert_allclose(whitener.T @ whitener, covariance, atol=1e-8)
-    np.testing.assert_allclose(part.moments.mean[0], covariance @ potential, atol=1e-7)
+    mean = loc + scale * q.mean[0]
+    np.testing.assert_allclose(mean, covariance @ potential, atol=1e-7)
     np.testing.assert_array_equal(evaluations, 1)
     np.testing.assert_allclose(log_ratio, log_ratio[0], atol=1e-6)
     # Nothing is learnt without warm-up.
@@ -461,8 +543,7 @@ def test_slices_find_the_gaussian_that_closed_form_updates_find(model, x64) -> N
     svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), updates="exact")
     params = svi.run(KEY, 300, inputs, y, progress_bar=False, **data).params
     fits = jax.jit(svi.guide.moments)(svi.guide.split_params(params)[1])
-    for part, fit in zip(state.ellipses.parts, fits.values(), strict=True):
-        q = part.moments
+    for q, fit in zip(state.ellipses.moments, fits.values(), strict=True):
         ours, theirs = (np.swapaxes(w, -1, -2) @ w for w in (q.whitener, fit.whitener))
         sd = np.sqrt(np.diagonal(theirs, axis1=-2, axis2=-1))
         np.testing.assert_allclose(q.mean / sd, fit.mean / sd, atol=0.1)

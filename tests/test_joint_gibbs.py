@@ -14,6 +14,7 @@ from numpyro.infer import MCMC, NUTS, Gibbs
 from numpyro.infer.gibbs import GIBBS_SITES_KWARG, conditioned
 
 import numpyro_gpaug as gpaug
+from numpyro_gpaug.infer.mcmc import gibbs
 from numpyro_gpaug.model import costs
 from tests.chains import assert_same_law, importance_draws, many_chains
 from tests.test_joint_slices import GROUP, GROUPS, TAU, N, X, given, mixed
@@ -81,15 +82,49 @@ def subjects(t, y=None):
         numpyro.sample("y", dist.Normal(eta, 0.5), obs=y)
 
 
+def process(t, y=None):
+    """Around a level, with the residual as a site."""
+    level = numpyro.sample("level", dist.Normal(0, 1))
+    inputs = jnp.asarray(t)[:, None] / 10.0
+    kernel = gpaug.kernels.SquaredExponential()
+    gp = gpaug.GaussianProcess("f", kernel, inputs[::8], mean=level, jitter=1e-10)
+    eta = numpyro.deterministic("eta", gpaug.with_residual(gp, "site")(inputs))
+    with numpyro.plate("data", len(t)):
+        numpyro.sample("y", dist.Normal(eta, 0.5), obs=y)
+
+
+def states(t, y=None):
+    """A process as a chain of states."""
+    kernel = gpaug.kernels.Matern32(1.0)
+    eta = gpaug.GaussianProcess("f", kernel, markov=True)(jnp.asarray(t) / 10.0)
+    numpyro.deterministic("eta", eta)
+    with numpyro.plate("data", len(t)):
+        numpyro.sample("y", dist.Normal(eta, 0.5), obs=y)
+
+
 def covariance(model, t):
     """Of predictors under the prior."""
+    if model is states:
+        r = np.sqrt(3) * np.abs(t[:, None] - t) / 10
+        return (1 + r) * np.exp(-r)
+    if model is process:
+        whole = np.exp(-0.5 * np.square(t[:, None] - t) / 100)
+        to = whole[:, ::8]
+        known = to @ np.linalg.solve(to[::8] + 1e-10 * np.eye(len(to[::8])), to.T)
+        return 1 + known + np.diag(np.diag(whole - known))
     if model is subjects:
         return 1 + 0.3**2 * (t[:, None] == t)
     steps = 0.3**2 * (1 + np.minimum(t[:, None], t))
     return steps + np.outer(t % 3, t % 3)
 
 
-@pytest.mark.parametrize(("model", "t"), [(walk, TIME), (subjects, SUBJECT)])
+@pytest.mark.parametrize(
+    ("model", "t"),
+    [
+        (walk, TIME), (subjects, SUBJECT), (process, np.arange(40)),
+        (states, np.arange(40)),
+    ],
+)  # fmt: skip
 def test_a_step_with_gaussian_noise_is_a_draw_of_the_posterior(
     model, t, x64, monkeypatch
 ) -> None:
@@ -107,8 +142,9 @@ def test_a_step_with_gaussian_noise_is_a_draw_of_the_posterior(
         return jax.vmap(one)(keys)
 
     found = np.asarray(draws(jax.random.split(KEY, count)))
-    assert not kernel.structure.form.any_rows
-    assert bool(kernel.structure.recurrences) == (model is walk)
+    (part,) = kernel._parts
+    assert not part.structure.form.any_rows
+    assert bool(part.structure.recurrences) == (model in (walk, states))
     prior = covariance(model, t)
     gain = prior @ np.linalg.inv(prior + 0.25 * np.eye(len(t)))
     cover, mean = prior - gain @ prior, gain @ y
@@ -133,10 +169,47 @@ def test_other_blocks_leave_values_as_they_are(model, t, x64, monkeypatch) -> No
     here, there = ({GIBBS_SITES_KWARG: {"scale": jnp.array(s)}} for s in (0.5, 2.0))
     before = kernel.init(KEY, 0, None, (t, y), here)
     after = jax.jit(kernel.refresh)(before, (t, y), there)
-    assert bool(kernel.structure.recurrences) == (model is walk)
+    assert bool(kernel._parts[0].structure.recurrences) == (model is walk)
     for name in ("in/level", "in/eta"):
         np.testing.assert_allclose(after.z[name], before.z[name], atol=1e-9)
-    np.testing.assert_allclose(after.numbers, before.numbers, atol=1e-9)
+    np.testing.assert_allclose(after.latents, before.latents, atol=1e-9)
+
+
+def test_more_latents_than_a_matrix_may_have_rows_need_few_data(
+    x64, monkeypatch
+) -> None:
+    """Draws then take a matrix of as many rows as there are data."""
+    monkeypatch.setattr(gibbs, "SAMPLE", costs.SAMPLE._replace(largest=50))
+    monkeypatch.setattr(costs, "_OVERHEAD", 0)
+    size, num, noise = 60, 5, 0.1
+    design = RNG.normal(size=(num, size)) / np.sqrt(size)
+    y = RNG.normal(size=num)
+
+    def wide(design, y=None):
+        w = numpyro.sample("w", dist.Normal().expand([size]).to_event(1))
+        eta = numpyro.deterministic("eta", design @ w)
+        with numpyro.plate("data", len(design)):
+            numpyro.sample("y", dist.Normal(eta, noise), obs=y)
+
+    kernel = gpaug.AugmentedGaussian(wide)
+    with pytest.raises(gpaug.NotConjugateError, match="At most 50"):
+        kernel.init(KEY, 0, None, (np.tile(design, (12, 1)), np.tile(y, 12)), {})
+
+    @jax.jit
+    def draws(key):
+        state = kernel.init(key, 0, None, (design, y), {})
+
+        def step(state, _):
+            state = kernel.sample(state, (design, y), {})
+            return state, state.z["eta"]
+
+        return jax.lax.scan(step, state, None, length=500)[1]
+
+    found, prior = np.asarray(draws(KEY)), design @ design.T
+    gain = prior @ np.linalg.inv(prior + noise**2 * np.eye(num))
+    sd = np.sqrt(np.diag(prior - gain @ prior))
+    assert np.abs((found.mean(0) - gain @ y) / sd).max() < 4.5 / np.sqrt(500)
+    np.testing.assert_allclose(found.std(0), sd, rtol=0.15)
 
 
 def test_hyperparameters_are_another_block_of_gibbs() -> None:

@@ -133,7 +133,7 @@ def test_other_blocks_leave_values_as_they_are_when_they_move(x64) -> None:
         here, there = ({GIBBS_SITES_KWARG: {"tau": jnp.array(t)}} for t in (0.7, 1.4))
         state = kernel.init(key, 0, None, args, here)
         for tau, each in ((0.7, state), (1.4, kernel.refresh(state, args, there))):
-            ratio = each.log_ratio - 0.5 * jnp.square(each.white[0]).sum()
+            ratio = each.log_ratio - 0.5 * jnp.square(each.point.white[0]).sum()
             found.append((each.z, density(each.z, tau) - ratio))
         return found
 

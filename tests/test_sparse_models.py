@@ -7,6 +7,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from numpyro.infer.gibbs import GIBBS_SITES_KWARG, conditioned
 from scipy import sparse
 
 import numpyro_gpaug as gpaug
@@ -306,6 +307,68 @@ def test_integrated_hyperparameters_of_a_field(always_sparse, monkeypatch):
     assert found[0].certified
     assert found[0]._run.weighted.alike > 1
     assert one == pytest.approx(two, abs=0.15)
+
+
+GRAPH_COVARIANCE = np.linalg.pinv(np.diag(lattice().sum(0)) - lattice())
+COVARIANCES = {
+    "car": np.linalg.inv(2 * (np.diag(lattice().sum(0)) - 0.9 * lattice())),
+    "icar": 0.36 * GRAPH_COVARIANCE
+    / np.exp(np.log(np.diag(GRAPH_COVARIANCE)).mean()),
+}  # fmt: skip
+
+
+def real(area, y=None, *, kind):
+    """Real numbers in areas, and the scale of the field."""
+    fields = {
+        "car": lambda s: dist.CAR(0.0, 0.9, 2.0 / s**2, lattice()),
+        "icar": lambda s: gpaug.ICAR(lattice(), 0.6 * s),
+    }
+    scale = numpyro.sample("scale", dist.LogNormal(0.0, 0.5))
+    level = numpyro.sample("level", dist.Normal(0, 1))
+    effect = numpyro.sample("effect", fields[kind](scale))
+    eta = numpyro.deterministic("eta", level + effect[area])
+    with numpyro.plate("data", len(area)):
+        numpyro.sample("y", dist.Normal(eta, 0.5), obs=y)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "kind"),
+    [
+        (gpaug.AugmentedGaussian, "icar"),
+        (gpaug.EllipticalSlice, "car"),
+        pytest.param(gpaug.AugmentedGaussian, "car", marks=pytest.mark.slow),
+        pytest.param(gpaug.EllipticalSlice, "icar", marks=pytest.mark.slow),
+    ],
+)
+def test_fields_are_sampled_exactly(sampler, kind, x64, always_sparse):
+    """As a block of Gibbs: with Gaussian noise a step of either sampler is a draw of
+    the posterior, or a move that leaves it as it is."""
+    y, data, count = RNG.normal(size=len(AREA)), {"kind": kind}, 4000
+    kernel = sampler(real).wrap_model(conditioned)
+    data[GIBBS_SITES_KWARG] = {"scale": jnp.array(2.0)}
+    before = kernel.init(KEY, 0, None, (AREA, y), data)
+    assert isinstance(kernel.structure.form, Sparse)
+    data[GIBBS_SITES_KWARG] = {"scale": jnp.array(1.0)}
+    state = jax.jit(lambda state: kernel.refresh(state, (AREA, y), data))(before)
+    for name in ("effect", "level", "eta"):
+        np.testing.assert_allclose(state.z[name], before.z[name], atol=1e-9)
+
+    @jax.jit
+    def chain(state):
+        def step(state, _):
+            state = kernel.sample(state, (AREA, y), data)
+            return state, (state.z["eta"], state.z["effect"].sum())
+
+        return jax.lax.scan(step, state, None, length=count)[1]
+
+    found, sums = jax.device_get(chain(state))
+    prior = 1 + COVARIANCES[kind][np.ix_(AREA, AREA)]
+    gain = prior @ np.linalg.inv(prior + 0.25 * np.eye(len(y)))
+    cover, sd = prior - gain @ prior, np.sqrt(np.diag(prior - gain @ prior))
+    assert np.abs((found.mean(0) - gain @ y) / sd).max() < 0.1
+    assert np.abs((np.cov(found.T) - cover) / np.outer(sd, sd)).max() < 0.12
+    if kind == "icar":
+        np.testing.assert_allclose(sums, 0, atol=1e-6)
 
 
 def test_a_long_curve_in_float32_warns():

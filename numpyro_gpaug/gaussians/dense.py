@@ -347,32 +347,29 @@ class AffineMap(NamedTuple):
         """Return this map, which has derivatives."""
         return self
 
-    def posterior(self, factors: GaussianFactors) -> Moments:
-        """Return the posterior of standard normal latents, given factors on their
-        predictors."""
-        return self._posterior(factors).moments()
-
     def with_gram(self) -> AffineMap:
         """Return the same map, with ``A' A`` stored if it is no larger than ``A A'``. A
-        draw then takes one factorisation and no product of matrices."""
+        draw then takes no product of matrices."""
         size, num = self.projection.shape[-2:]
         if num > size:
             return self
         return self._replace(gram=self.projection.mT @ self.projection)
 
-    def draw(self, key: Array, factors: GaussianFactors) -> Array:
-        """Draw standard normal latents given factors on their predictors, (latents, M).
-        The residual is left out.
+    def draw(self, key: Array, z: Array, factors: GaussianFactors) -> Array:
+        """Draw standard normal latents given factors on their predictors, (latents, M),
+        by one factorisation. The residual is left out.
 
         :param key: random key.
+        :param z: a point near the draws, which does not change their distribution; see
+            :meth:`~numpyro_gpaug.gaussians.dense.NaturalGaussian.moved`.
         :param factors: factors of precisions >= 0.
         """
-        shape = (*self.offset.shape[:-1], self.projection.shape[-2])
         key, error_key = random.split(key)
-        noise = random.normal(key, shape, self.projection.dtype)
+        noise = random.normal(key, z.shape, z.dtype)
         if self.gram is None:
-            potential, precision = self._posterior(factors)
-            factor = linalg.cholesky(precision)
+            potential, precision = self.information(factors, self(z)).moved(z)
+            eye = jnp.eye(z.shape[-1], dtype=z.dtype)
+            factor = linalg.cholesky(eye + precision)
             white = _solve(factor, potential) + noise
             return _solve(factor, white, transpose=True)
         # Matheron's rule: a draw from the prior, moved by what its predictors and their
@@ -388,24 +385,6 @@ class AffineMap(NamedTuple):
         factor = linalg.cholesky(eye + inner)
         weights = _solve(factor, _solve(factor, lacking), transpose=True)
         return noise + jnp.matvec(self.projection, root * weights)
-
-    def log_evidence(self, factors: GaussianFactors) -> Array:
-        """Return ``log E exp(sum(h p - w p^2 / 2))`` over standard normal latents,
-        summed over their leading axis. The residual is left out.
-
-        :param factors: factors of precisions >= 0.
-        """
-        h, w = factors
-        fixed = h * self.offset - 0.5 * w * jnp.square(self.offset)
-        potential, precision = self._posterior(factors)
-        factor = linalg.cholesky(precision)
-        gain = 0.5 * jnp.square(_solve(factor, potential)).sum()
-        return fixed.sum() + gain - jnp.log(linalg.diagonal(factor)).sum()
-
-    def _posterior(self, factors: GaussianFactors) -> NaturalGaussian:
-        potential, precision = self.information(factors)
-        eye = jnp.eye(precision.shape[-1], dtype=precision.dtype)
-        return NaturalGaussian(potential, eye + precision)
 
 
 @dataclass(frozen=True)
@@ -483,12 +462,6 @@ def unshared(shared: Array) -> Array:
     :param shared: from :meth:`AffineMap.shared`.
     """
     return shared < LEAST_SHARED
-
-
-def unstandardised(q: Moments, prior: Prior) -> Moments:
-    """Return moments of latents, given the moments of ``(z - loc) / scale``."""
-    whitener = q.whitener * prior.scale[..., None, :]
-    return Moments(prior.loc + prior.scale * q.mean, whitener)
 
 
 def _instantiated(tangent: Any) -> Any:

@@ -148,16 +148,6 @@ class Conditional:
         return affine_blocks(of_rows, (self.X, mean.T), size)
 
     @precise
-    def moved(self, v: Array) -> Array:
-        """Return the change of the function values, of :attr:`shape`, for a change of
-        the inducing values.
-
-        :param v: the change, (C, M), with an axis over latents even for a single one.
-        """
-        shift = jnp.einsum("...mn,...m->...n", self.projection, self.select(v))
-        return self.outputs.shifts(shift)
-
-    @precise
     def values(self, v: Array, eps: Array | None = None) -> Array:
         """Compute function values from whitened inducing values and residual noise.
 

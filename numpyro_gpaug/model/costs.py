@@ -11,6 +11,8 @@ from numpyro_gpaug.model.latents import JointStructure
 # The programs of other forms take a quarter of a second longer to compile: so many
 # operations they have to save, as long as that in two hundred sweeps, ten fits.
 _OVERHEAD = 2e7
+# Gaussian latents in one dense matrix: all, or those beside groups.
+MAX_DENSE = 5000
 # Fields of fewer coordinates are a dense matrix: the operations of it are fewer.
 FEWEST_NODES = round(_OVERHEAD ** (1 / 3))
 
@@ -24,11 +26,20 @@ class Purpose(NamedTuple):
         the hyperparameters, if no Gaussian can contain it.
     :param fields: whether fields may keep coordinates of their own, with a sparse
         precision.
+    :param projected: whether sparse processes have no residual, as in exact samplers.
+        Several function values of one process may then enter one datum. Several
+        parameters of a registered likelihood may also depend on latents: the bound
+        treats them as independent, which a sampler corrects.
+    :param largest: rows of the largest dense matrix. For draws given factors on
+        predictors one has as many rows as there are latents or predictors, whichever
+        are fewer.
     """
 
     apart: float = inf
     held: int = 0
     fields: bool = True
+    projected: bool = False
+    largest: int = MAX_DENSE
 
     def overhead(self, form: JointStructure) -> float:
         """Return the number of operations that a form has to save.
@@ -53,3 +64,5 @@ class Purpose(NamedTuple):
 FIT = Purpose()
 # Of standard normal numbers alone.
 WHITE = Purpose(fields=False)
+# For exact samplers.
+SAMPLE = Purpose(projected=True, largest=30_000)

@@ -20,7 +20,7 @@ from numpyro_gpaug.gaussians import Chain, Groups, Layout, Sparse
 from numpyro_gpaug.math.compiling import once
 from numpyro_gpaug.math.sparse_pattern import Pattern
 from numpyro_gpaug.model.affine import PROBES, ROUNDING, Predictors, relative
-from numpyro_gpaug.model.costs import Purpose
+from numpyro_gpaug.model.costs import MAX_DENSE, Purpose
 from numpyro_gpaug.model.gaussians import Field
 from numpyro_gpaug.model.joint import JointView
 from numpyro_gpaug.model.latents import (
@@ -32,8 +32,6 @@ from numpyro_gpaug.model.latents import (
 from numpyro_gpaug.model.links import Declared
 from numpyro_gpaug.model.loops import WIDEST, Loop
 
-# Gaussian latents that are held by one dense matrix: all, or those beside groups.
-MAX_DENSE = 5000
 # Members of a grouping, at least; numbers of each, at most.
 _FEWEST, _WIDEST = 16, 8
 
@@ -444,25 +442,30 @@ def _group_of_data(
     return found
 
 
-def refuse_large(structure: JointStructure, chains: tuple[Grouping, ...] = ()) -> None:
+def refuse_large(
+    structure: JointStructure,
+    chains: tuple[Grouping, ...] = (),
+    largest: int = MAX_DENSE,
+) -> None:
     """Raise for a joint Gaussian that needs too large a matrix.
 
     :param structure: the structure of a model.
     :param chains: chains that could have been represented as such.
+    :param largest: the number of rows of a matrix that is not too large.
     :raises NotConjugateError: naming the largest site.
     """
     size = structure.form.largest_matrix
-    if size <= MAX_DENSE:
+    if size <= largest:
         return
     grouped = {name for g in structure.groupings[:1] for name, _ in g.sites}
     left = [s for s in structure.sites if s.name not in grouped]
-    largest = max(left, key=lambda s: prod(s.shape))
+    widest = max(left, key=lambda s: prod(s.shape))
     beside = f", besides {sorted(grouped)}," if grouped else ""
     raise NotConjugateError(
         f"the joint Gaussian of {size} latents{beside} would be a dense matrix of "
-        f"{4 * size**2 / 2**30:.0f} GiB in float32. At most {MAX_DENSE} are allowed "
+        f"{4 * size**2 / 2**30:.0f} GiB in float32. At most {largest} are allowed "
         f"if a datum depends on more than one member of a group. The largest "
-        f"site is {largest.name!r} of shape {largest.value_shape}"
+        f"site is {widest.name!r} of shape {widest.value_shape}"
         f"{_following(left, chains)}. MCMC(NUTS(model)) samples any model"
     )
 

@@ -108,6 +108,18 @@ class Field(NamedTuple):
         moments = self.structure.prior(given[0].dtype, given).natural.moments()
         return moments.unwhiten(jnp.eye(moments.rank, dtype=given[0].dtype)).T
 
+    @property
+    def numbers(self) -> Callable[[Array], Array] | None:
+        """A function that returns the coordinates of a value; ``None`` if there are
+        more coordinates than entries."""
+        prior = self.prior
+
+        def numbers(x: Array) -> Array:
+            flat = x.reshape(*x.shape[: len(self.shape) - 1], -1)
+            return (flat - prior.loc) / prior.scales[0]
+
+        return numbers if len(prior.scales) == 1 else None
+
     def log_density(self, x: Array) -> Array:
         """Return the log-density of coordinates (..., N), summed."""
         prior, columns = self.prior, x.reshape(-1, x.shape[-1]).T
@@ -118,21 +130,21 @@ class Field(NamedTuple):
 
     def whitening(self) -> Whitening:
         """Return the same Gaussian from standard normal numbers."""
-        prior = self.prior
+        prior, coordinates = self.prior, self.numbers
 
         def value(z: Array) -> Array:
             return prior.value((self.root() @ z[..., None])[..., 0])
 
         def numbers(x: Array) -> Array:
-            flat = x.reshape(*x.shape[: len(self.shape) - 1], -1)
-            inner = (flat - prior.loc) / prior.scales[0]
+            assert coordinates is not None
+            inner = coordinates(x)
             columns = inner.reshape(-1, inner.shape[-1]).T
             found = self.root().T @ matvec(prior.pattern, prior.values, columns)
             return found.T.reshape(*inner.shape[:-1], -1)
 
         return Whitening(
             (*self.shape[:-1], self.structure.rank), value,
-            (prior.values, prior.scales), numbers if len(prior.scales) == 1 else None,
+            (prior.values, prior.scales), coordinates and numbers,
             mixes=True,
         )  # fmt: skip
 

@@ -40,18 +40,37 @@ def inspect_joint(
     :param purpose: see :func:`~numpyro_gpaug.model.forms.find_form`.
     :param args: its arguments.
     :param kwargs: its keyword arguments.
+    :raises NotConjugateError: as :func:`read_joint` does, and for a Gaussian that needs
+        too large a matrix.
+    """
+    arguments = Arguments.split(args, kwargs)
+    found = read_joint(model, purpose, arguments)
+    return in_form(found, model, purpose, arguments)
+
+
+def read_joint(
+    model: Callable[..., Any], purpose: Purpose, arguments: Arguments
+) -> JointStructure:
+    """Return the structure of a model, with a sparse precision if it has large fields,
+    and otherwise with one dense matrix.
+
+    :param model: a NumPyro model.
+    :param purpose: see :func:`~numpyro_gpaug.model.forms.find_form`.
+    :param arguments: its arguments.
     :raises NotConjugateError: for discrete latents, and for a site whose log-density is
         not a sum over data of functions of one or two affine predictors each, whichever
         latent is fixed.
     """
-    arguments = Arguments.split(args, kwargs)
     survey = Survey(model, arguments)
     size = sum(prod(own.shape) for own in survey.fields.values())
     if purpose.fields and survey.observed and size >= FEWEST_NODES:
         _warn_of_rounding(survey)
         found = _read(model, purpose, arguments, survey, tuple(survey.fields))
         if found is not None:
-            return found
+            asked, _ = _asked(found, model, arguments)
+            sparse = find_sparse(found, asked, purpose, survey.fields)
+            if sparse is not None:
+                return sparse
     found = _read(model, purpose, arguments, survey, ())
     assert found is not None
     return found
@@ -69,6 +88,44 @@ def _warn_of_rounding(survey: Survey) -> None:
         )
 
 
+def in_form(
+    structure: JointStructure,
+    model: Callable[..., Any],
+    purpose: Purpose,
+    arguments: Arguments,
+) -> JointStructure:
+    """Return a structure in the form that costs least. One with a sparse precision is
+    returned unchanged.
+
+    :param structure: from :func:`read_joint`.
+    :param model: the model.
+    :param purpose: see :func:`~numpyro_gpaug.model.forms.find_form`.
+    :param arguments: its arguments.
+    :raises NotConjugateError: for a Gaussian that needs too large a matrix.
+    """
+    if structure.fields or not structure.sites or not structure.observed:
+        return structure
+    asked, view = _asked(structure, model, arguments)
+    form = find_form(structure, asked, purpose)
+    if not (purpose.projected and form.form.any_rows and asked.rows <= purpose.largest):
+        refuse_large(form, tuple(x.steps for x in view.loops), purpose.largest)
+    return form
+
+
+def _asked(
+    structure: JointStructure, model: Callable[..., Any], arguments: Arguments
+) -> tuple[Asked, JointView]:
+    """Return queries of the dependence of predictors on latents, and the view of the
+    model."""
+
+    def seen(structure: JointStructure, arrays: tuple[Array, ...]) -> JointView:
+        given = arguments._replace(arrays=arrays)
+        return JointView(structure, model, given, {}, any_key())
+
+    view = seen(structure, arguments.arrays)
+    return Asked(seen, arguments.arrays, view.pairs, view.rows), view
+
+
 def _read(
     model: Callable[..., Any],
     purpose: Purpose,
@@ -76,10 +133,10 @@ def _read(
     survey: Survey,
     fields: tuple[str, ...],
 ) -> JointStructure | None:
-    """Return the structure of a model.
+    """Return the structure of a model, before a form is chosen; ``None`` if a site in
+    coordinates of its own cannot be part of the Gaussian.
 
-    :param fields: names of the sites in coordinates of their own, with which only a
-        structure with a sparse precision is returned; ``None`` if there is none.
+    :param fields: names of the sites in coordinates of their own.
     """
     sites, held = tuple(survey.candidates), [*survey.held]
     own = {k: survey.fields[k] for k in fields}
@@ -87,7 +144,7 @@ def _read(
         s._replace(shape=own[s.name].shape) if s.name in own else s for s in sites
     )
     while True:
-        found = Reading(model, arguments, sites, survey, purpose.held, fields)
+        found = Reading(model, arguments, sites, survey, purpose, fields)
         if not (blamed := found.blamed()):
             break
         if not own.keys().isdisjoint(blamed):
@@ -104,7 +161,7 @@ def _read(
     others = {k: survey.shapes[k] for k in survey.latent if k not in names}
     if any(others.values()):
         check_indices(program_of_others(model, arguments, others, {}, survey.dtype))
-    structure = JointStructure(
+    return JointStructure(
         blocks=(),
         others=tuple(n for n in survey.latent if n not in names),
         observed=tuple(found.observed(n) for n in survey.observed),
@@ -117,20 +174,6 @@ def _read(
         process_names=tuple(survey.functions),
         fields=fields,
     ).with_sites(sites)
-    if not sites or not survey.observed:
-        return structure
-
-    def seen(structure: JointStructure, arrays: tuple[Array, ...]) -> JointView:
-        given = arguments._replace(arrays=arrays)
-        return JointView(structure, model, given, {}, any_key())
-
-    view = seen(structure, arguments.arrays)
-    asked = Asked(seen, arguments.arrays, view.pairs, view.rows)
-    if fields:
-        return find_sparse(structure, asked, purpose, own)
-    form = find_form(structure, asked, purpose)
-    refuse_large(form, tuple(loop.steps for loop in view.loops))
-    return form
 
 
 def _chosen(
@@ -157,7 +200,7 @@ def _chosen(
         if passed and sizes[name] > sizes[next(iter(passed))]:
             break
         rest = tuple(s for s in sites if s.name != name)
-        found = Reading(model, arguments, rest, survey, purpose.held, fields)
+        found = Reading(model, arguments, rest, survey, purpose, fields)
         if not found.blamed():
             routes = [found.observed(k).route for k in survey.observed]
             passed[name] = sum(route is Route.GAUSS_HERMITE for route in routes)

@@ -12,10 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.extend.core import Literal
 
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.gaussians.base import StructurePrior
+from numpyro_gpaug.gaussians.dense import AffineMap
 from numpyro_gpaug.gaussians.pairs import PairedMap
+from numpyro_gpaug.gp.conditional import Conditional
+from numpyro_gpaug.gp.markov import MarkovConditional
+from numpyro_gpaug.gp.outputs import Outputs
 from numpyro_gpaug.likelihoods.expectations import Route
 from numpyro_gpaug.model.affine import BySites, Predictors
 from numpyro_gpaug.model.arguments import Arguments
@@ -38,6 +43,21 @@ from numpyro_gpaug.model.whitened import Parts, parts_of, whitened
 REGISTERED = Route.CLOSED_FORM, Route.CORRELATED
 
 
+def function_values(
+    processes: dict[str, tuple[AffineMap, Outputs]], numbers: dict[str, Array]
+) -> dict[str, Array]:
+    """Return function values by process.
+
+    :param processes: maps from inducing vectors to function values.
+    :param numbers: inducing vectors by site, beside others.
+    """
+    found = {}
+    for name, (map_, outputs) in processes.items():
+        v = numbers[f"{name}.v"]
+        found[name] = outputs(map_(outputs.select(v.reshape(-1, v.shape[-1]))))
+    return found
+
+
 class JointView:
     """A model at fixed params and other latents: the affine map from its joint Gaussian
     to the predictors of its likelihoods, and their expectation.
@@ -47,6 +67,9 @@ class JointView:
     :param arguments: its arguments.
     :param values: params, other latents and plate indices by name.
     :param key: the seed of all sites that are not in ``values``.
+    :param projected: whether inducing values determine function values, as in exact
+        samplers. Sparse processes then have no residual, and kernel matrices are
+        computed once for all results.
     """
 
     def __init__(
@@ -56,8 +79,11 @@ class JointView:
         arguments: Arguments,
         values: dict[str, Any],
         key: Array,
+        *,
+        projected: bool = False,
     ) -> None:
         self.structure = structure
+        self._projected = projected
         self._model, self.arguments = model, arguments
         self.values, self._key = values, key
         self._shown: set[str] = set()
@@ -176,10 +202,10 @@ class JointView:
         for site in self.structure.observed:
             if site.route is Route.CONSTANT or site.name not in parts.densities:
                 continue
-            closed = site.route in REGISTERED
-            kind = parts.parameters if closed else parts.densities
-            variable = kind[site.name].variable
-            found[site.name] = frontier(self._program, [variable], site.columns)
+            variables = [parts.densities[site.name].variable]
+            if site.route in REGISTERED:
+                variables = self._parameters(site)
+            found[site.name] = frontier(self._program, variables, site.columns)
         return found
 
     @cached_property
@@ -205,8 +231,14 @@ class JointView:
         if site.name not in self.frontiers:
             return []
         if site.route in REGISTERED:
-            return [self._program.outputs.parameters[site.name].variable]
+            return self._parameters(site)
         return list(self.frontiers[site.name].roots)
+
+    def _parameters(self, site: Observed) -> list[Any]:
+        """Return the variables of the parameters of a registered likelihood that carry
+        latents."""
+        parameters = self._program.outputs.parameters[site.name]
+        return [parameters[k].variable for k in site.latents]
 
     @cached_property
     def predictors(self) -> Predictors:
@@ -223,10 +255,12 @@ class JointView:
         program, structure = self._program, self.structure
         rest, chains = self._at(structure.functions), self._chains
         links = self.links
+        processes = self.processes if self._projected else {}
 
         def values(numbers: dict[str, Array]) -> Array:
             z = structure.unlinked(numbers, links)
             known = rest | {program.inputs[k]: x for k, x in z.items()}
+            known |= self._made(function_values(processes, z))
             for chain in chains:
                 known |= chain.results(numbers, known)
             found = program.run(variables, known)
@@ -260,7 +294,7 @@ class JointView:
         function values, at one input, of their variances times the squared slopes of
         the predictor."""
         program, functions = self._program, self.structure.functions
-        if not functions:
+        if self._projected or not functions:
             shapes = [program.avals[v].shape for v in variables]
             return [jnp.zeros(shape, self.structure.dtype) for shape in shapes]
         zeros = {k: jnp.zeros(f.shape, f.dtype) for k, f in functions.items()}
@@ -291,6 +325,57 @@ class JointView:
         (_, *latents) = self.structure.functions[name].shape
         return [*jnp.eye(math.prod(latents)).reshape(-1, *latents)]
 
+    # Processes by their function values, for samplers.
+
+    @cached_property
+    def conditionals(self) -> dict[str, Conditional]:
+        """The distributions of function values given inducing values, by process.
+        Processes as chains of states are left out."""
+        zeros = {k: jnp.zeros(s.shape, s.dtype) for k, s in self._shapes.items()}
+        model = whitened(self._model, zeros, self.structure.fields)
+        trace = run_model(model, self.arguments, self._key, self.values)
+        made = {
+            k: trace[k]["fn"] for k in self.structure.functions if f"{k}.v" in zeros
+        }
+        return {k: x for k, x in made.items() if not isinstance(x, MarkovConditional)}
+
+    @cached_property
+    def processes(self) -> dict[str, tuple[AffineMap, Outputs]]:
+        """The maps from inducing vectors to function values, by process. Processes are
+        left out whose mean or residual depends on other latents."""
+        program, found = self._program, {}
+        for name, f in self.conditionals.items():
+            made = program.value(program.outputs.values[name].variable).state
+            if made.keys() <= {name, f"{name}.v"}:
+                found[name] = f.affine_map.certain(), f.outputs
+        return found
+
+    @property
+    def independent(self) -> list[str]:
+        """The processes whose latents are independent of each other and of all other
+        latents, given Gaussian factors on the predictors: every predictor that depends
+        on such a process depends on one of its function values and on nothing else."""
+        program, found = self._program, []
+        states = [program.value(root).state for root in self._roots]
+        for name, f in self.conditionals.items():
+            site, value = f"{name}.v", program.outputs.values[name].variable
+            own = [state for state in states if {name, site} & state.keys()]
+            alone = all(
+                state.keys() <= {name, site} and name in state
+                and state[name].elementwise
+                for state in own
+            )  # fmt: skip
+            # Not by inducing values that the model reads itself.
+            alone &= program.inputs[site] not in program.read_for(self._roots, [value])
+            if alone and f.outputs.loadings is None and f.outputs.latents is None:
+                found.append(name)
+        return found
+
+    def _made(self, functions: dict[str, Array]) -> dict[int, Array]:
+        """Return function values by variable."""
+        values = self._program.outputs.values
+        return {values[name].variable: x for name, x in functions.items()}
+
     # What a fit is made of.
 
     def maps(self) -> dict[str, Any]:
@@ -308,7 +393,7 @@ class JointView:
         :param maps: maps to predictors, from :meth:`maps`; a predictor may mix
             processes.
         """
-        return self._at_zero(self._program.outputs.unreached)
+        return {} if self._projected else self._at_zero(self._program.outputs.unreached)
 
     def slopes(self) -> Array:
         """Return the change of all predictors if all latents grow by one, (n,). It
@@ -319,25 +404,13 @@ class JointView:
 
     @property
     def _root_shapes(self) -> list[Any]:
-        return [self._program.avals[root] for root in self._roots]
+        avals = self._program.avals
+        return [x.aval if isinstance(x, Literal) else avals[x] for x in self._roots]
 
     @property
     def rows(self) -> int:
         """The number of predictors."""
         return sum(v.size for v in self._root_shapes)
-
-    def by_site(self, values: Array) -> dict[str, Array]:
-        """Return the parameters of registered likelihoods, by observed site.
-
-        :param values: values of all predictors, (n,).
-        """
-        sites = [s for s in self.structure.observed if self._of_site(s)]
-        shapes = [v.shape for v in self._root_shapes]
-        parts = jnp.split(values, np.cumsum([math.prod(s) for s in shapes])[:-1])
-        return {
-            site.name: part.reshape(shape)
-            for site, part, shape in zip(sites, parts, shapes, strict=True)
-        }
 
     @property
     def pairs(self) -> tuple[Array, Array] | None:
@@ -412,20 +485,46 @@ class JointView:
         )  # fmt: skip
 
     @cached_property
-    def density(self) -> tuple[Predictors, Callable[[Array], Array]]:
-        """Return the predictors of all data, flat, and the sum of the log-densities as
-        a function of their values."""
-        program, densities = self._program, self._program.outputs.densities
+    def _density(self) -> Frontier:
+        """The frontier of the density of all data."""
+        densities = self._program.outputs.densities
         sites = [s for s in self.structure.observed if s.route is not Route.CONSTANT]
-        found = frontier(program, [densities[s.name].variable for s in sites])
-        roots, split = list(found.roots), Split(program, found)
-        ends = np.cumsum([program.avals[root].size for root in roots])
+        return frontier(self._program, [densities[s.name].variable for s in sites])
+
+    def log_density(self, values: Array) -> Array:
+        """Return the sum of the log-densities of all data.
+
+        :param values: values of :attr:`of_density`, (n,).
+        """
+        program, found = self._program, self._density
+        ends = np.cumsum([program.avals[root].size for root in found.roots])
         numbers = program.run(list(found.fixed), {})
+        parts = tuple(jnp.split(values, ends[:-1]))
+        return Split(program, found).total(numbers, parts)
 
-        def total(values: Array) -> Array:
-            return split.total(numbers, tuple(jnp.split(values, ends[:-1])))
+    @property
+    def of_density(self) -> Predictors:
+        """The affine functions of latents that the density depends on, flat."""
+        return self._affine(list(self._density.roots))
 
-        return self._affine(roots), total
+    @property
+    def by_functions(self) -> bool:
+        """Whether :meth:`of_density_at` costs less than a map from latents would: no
+        site but processes has a matrix to factorise."""
+        known = bool(self.processes) and len(self.processes) == len(self.conditionals)
+        plain = self.structure.standard and not self._program.outputs.factors
+        return known and plain
+
+    def of_density_at(
+        self, functions: dict[str, Array], numbers: dict[str, Array]
+    ) -> Array:
+        """Return the values of :attr:`of_density`.
+
+        :param functions: function values, by process.
+        :param numbers: standard normal numbers of all other sites.
+        """
+        known = self._made(functions) | self._at(numbers)
+        return self._flat(self._program.run(list(self._density.roots), known))
 
     @property
     def unobserved(self) -> list[str]:

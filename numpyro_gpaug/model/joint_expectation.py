@@ -101,7 +101,7 @@ def pair_places(
     """
     if site.route is Route.CORRELATED:
         return places_within(*shapes)
-    if len(shapes) != 2:
+    if len(shapes) != 2 or site.route is Route.CLOSED_FORM:
         return np.arange(0), np.arange(0)
     first, second = (np.arange(prod(shape)) for shape in shapes)
     beside: Any = first if index is None else index

@@ -36,7 +36,7 @@ from numpyro_gpaug.math.expectation import (
 from numpyro_gpaug.math.fingerprints import fingerprint
 from numpyro_gpaug.model.affine import Predictors
 from numpyro_gpaug.model.correlated_data import covariance_of
-from numpyro_gpaug.model.forms import MAX_DENSE
+from numpyro_gpaug.model.costs import MAX_DENSE
 from numpyro_gpaug.model.frontier import (
     frontier,
     index_of,
@@ -421,10 +421,10 @@ class JointPredictiveView(JointView):
         if site.correlated:
             return self._of_correlated_data(site, q)
         if site.route is Route.CLOSED_FORM:
-            parameter = parts.parameters[site.name].variable
+            ((latent, leaf),) = parts.parameters[site.name].items()
+            parameter = leaf.variable
             (mean,), (variance,), *_ = self._marginals([parameter], q)
             (likelihood,) = self._at_zero([parts.likelihoods[site.name]])
-            (latent,) = site.latents
             shape = self._program.avals[parameter].shape
             return predictive(
                 likelihood.fn,
@@ -474,7 +474,7 @@ class JointPredictiveView(JointView):
         """Return the distribution of correlated observations; see :meth:`predictive`.
         For observations that are given it is the distribution of the independent data
         that they were rewritten as, which have the same density."""
-        variable = self._program.outputs.parameters[site.name].variable
+        variable = self._program.outputs.parameters[site.name]["loc"].variable
         (likelihood,) = self._at_zero([self._program.outputs.likelihoods[site.name]])
         whole_shape = self._program.avals[variable].shape
         batch = whole_shape[: len(whole_shape) - site.correlated]

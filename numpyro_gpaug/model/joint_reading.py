@@ -21,6 +21,8 @@ from numpyro_gpaug.likelihoods.expectations import (
     lookup_expectation,
 )
 from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.correlated_data import correlated_axes
+from numpyro_gpaug.model.costs import Purpose
 from numpyro_gpaug.model.exponentials import has_form
 from numpyro_gpaug.model.frontier import (
     Separation,
@@ -34,7 +36,12 @@ from numpyro_gpaug.model.latents import GaussianSite
 from numpyro_gpaug.model.observations import check_constants
 from numpyro_gpaug.model.program import Program
 from numpyro_gpaug.model.structure import Observed, run_model
-from numpyro_gpaug.model.whitened import Parts, parts_of, whitened
+from numpyro_gpaug.model.whitened import (
+    Parts,
+    elementwise_expectation,
+    parts_of,
+    whitened,
+)
 
 # Why a site is held that is multiplied by another, say.
 IN_DENSITY = "in the density"
@@ -49,8 +56,7 @@ class Reading:
     :param arguments: its arguments.
     :param sites: the Gaussian sites.
     :param survey: the survey of the model.
-    :param held: the largest size of a site that may be fixed at a point estimate
-        although no other site requires it.
+    :param purpose: the purpose of the Gaussian.
     :param fields: names of the sites in coordinates of their own.
     """
 
@@ -60,12 +66,14 @@ class Reading:
         arguments: Arguments,
         sites: tuple[GaussianSite, ...],
         survey: Survey,
-        held: int,
+        purpose: Purpose,
         fields: tuple[str, ...] = (),
     ) -> None:
-        self._survey = survey
-        self._small = {s.name for s in sites if prod(s.shape) <= held}
+        self._survey, self._projected = survey, purpose.projected
+        self._small = {s.name for s in sites if prod(s.shape) <= purpose.held}
         self.classes: dict[str, type] = {}
+        # Whether a registered likelihood takes one predictor for each datum, by site.
+        self._single: dict[str, bool] = {}
         self._separations: dict[int, Separation] = {}
         shapes = {s.name: jax.ShapeDtypeStruct(s.shape, survey.dtype) for s in sites}
         self._processes = set(survey.functions)
@@ -75,7 +83,10 @@ class Reading:
             trace = run_model(seeded, arguments, jax.random.key(0), {})
             check_constants(trace)
             for name in survey.observed:
-                self.classes[name] = type(base_distribution(trace[name]["fn"]))
+                fn = trace[name]["fn"]
+                cls = self.classes[name] = type(base_distribution(fn))
+                known = elementwise_expectation(fn) or lookup_correlated(cls)
+                self._single[name] = known is not None or bool(correlated_axes(fn))
             return parts_of(trace, tuple(z), tuple(survey.observed), fields)
 
         self.program = Program(parts, shapes | survey.functions)
@@ -113,7 +124,7 @@ class Reading:
         if not self.program.depends(self.parts.densities[name].variable):
             return None
         if self._closed(name):
-            return self._mixed_residual((self.parts.parameters[name].variable,))
+            return self._mixed_residual(tuple(self._carriers(name)))
         variable = self.parts.densities[name].variable
         apart = self._separation(variable)
         if apart.reason is not None:
@@ -135,7 +146,7 @@ class Reading:
         inducing values, a sparse process has a variance of its own at each input. Its
         values at several inputs are correlated, and so are two predictors of one
         process; these correlations are not computed."""
-        for process in self._processes:
+        for process in () if self._projected else self._processes:
             states = [self.program.value(r).state for r in roots]
             pairs = zip(roots, states, strict=True)
             reached = [(r, s[process]) for r, s in pairs if process in s]
@@ -152,15 +163,22 @@ class Reading:
         return None
 
     def _closed(self, name: str) -> bool:
-        """Whether the only dependence on latents is through the parameter of a
-        registered likelihood, and that is affine."""
-        if name not in self.parts.parameters:
+        """Whether the only dependence on latents is through the parameters of a
+        registered likelihood, which are affine, and of which no two depend on the same
+        latent. Only exact samplers may have several for a datum."""
+        if not (self._projected or self._single[name]):
             return False
-        parameter = self.parts.parameters[name].variable
-        if not self.program.affine(parameter):
+        carriers = [x for x in self._carriers(name) if self.program.depends(x)]
+        if not carriers or not all(map(self.program.affine, carriers)):
             return False
+        sources = [k for x in carriers for k in self.program.value(x).state]
         leaves = jax.tree.leaves(self.parts.rest[name])
-        return not any(self.program.value(leaf.variable).state for leaf in leaves)
+        alone = len(sources) == len(set(sources))
+        return alone and not any(self.program.depends(x.variable) for x in leaves)
+
+    def _carriers(self, name: str) -> list[Any]:
+        """Return the variables of the parameters of a registered likelihood."""
+        return [x.variable for x in self.parts.parameters.get(name, {}).values()]
 
     def kept(self, site: GaussianSite) -> GaussianSite:
         """Return a site with the members that a prediction keeps from the fit. Members
@@ -193,11 +211,12 @@ class Reading:
             )  # fmt: skip
         if self._closed(name):
             expectation = lookup_expectation(cls)
-            assert expectation is not None
+            concave = expectation is not None and expectation.log_concave
+            parameters = self.parts.parameters[name]
+            known = [tuple(sorted(self._sources(x))) for x in parameters.values()]
             return Observed(
-                name, expectation.latents, ((),), Route.CLOSED_FORM, (), augmented,
-                expectation.log_concave, None,
-                correlated=self._survey.correlated[name],
+                name, tuple(parameters), tuple(known), Route.CLOSED_FORM, (), augmented,
+                concave, None, correlated=self._survey.correlated[name],
             )  # fmt: skip
         apart = self._separation(variable)
         found = frontier(self.program, [variable], apart.columns)

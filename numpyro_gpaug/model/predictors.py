@@ -24,6 +24,7 @@ from numpyro_gpaug.likelihoods.expectations import (
     base_distribution,
     expected_log_prob,
     feasible,
+    lookup_expectation,
     through_wrappers,
 )
 from numpyro_gpaug.model.structure import Observed
@@ -181,19 +182,7 @@ class ExpectedLogLikelihood:
         :param at: marginals by block name.
         :param bound: a bound to use in place of :attr:`bound`.
         """
-        return self.of_predictors(self.carried(at), bound)
-
-    def carried(self, at: dict[str, Marginals]) -> dict[str, Marginals]:
-        """Return marginals of the predictors.
-
-        :param at: marginals by block name.
-        """
-        return self.predictors.marginals(at)
-
-    def of_predictors(
-        self, carried: dict[str, Marginals], bound: str | None = None
-    ) -> Array:
-        """Return the same sum, given marginals of the predictors."""
+        carried = self.carried(at)
         bound = self.bound if bound is None else bound
         total = jnp.zeros((), jnp.result_type(*jax.tree.leaves(carried), 0.0))
         for site in self.sites:
@@ -204,6 +193,13 @@ class ExpectedLogLikelihood:
                 term = closed_form(site, fn, value, carried, bound)
             total = total + scaled_sum(term, scale)
         return total
+
+    def carried(self, at: dict[str, Marginals]) -> dict[str, Marginals]:
+        """Return marginals of the predictors.
+
+        :param at: marginals by block name.
+        """
+        return self.predictors.marginals(at)
 
 
 def are_normal(sites: tuple[Observed, ...], likelihoods: dict[str, Likelihood]) -> bool:
@@ -231,11 +227,12 @@ def of_site(
 def closed_form(
     site: Observed, fn: Any, value: Any, carried: dict[str, Marginals], bound: str
 ) -> Array:
-    """Return the expected log-density of each datum of a site."""
+    """Return the expected log-density of each datum of a site, or its augmented bound
+    if no exact expectation is registered."""
     moments, y = of_site(carried, site), feasible(fn, value)
-    if bound == "exact":
-        return expected_log_prob(fn, y, *moments)
     cls = type(base_distribution(fn))
+    if bound == "exact" and lookup_expectation(cls) is not None:
+        return expected_log_prob(fn, y, *moments)
     augmentation = lookup_augmentation(cls)
     if augmentation is None:
         raise NotConjugateError(

@@ -16,6 +16,7 @@ from numpyro_gpaug.distributions.class_counts import traceable
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.gp.conditional import Conditional
 from numpyro_gpaug.gp.markov import MarkovConditional
+from numpyro_gpaug.likelihoods.augmentation import lookup_augmentation
 from numpyro_gpaug.likelihoods.expectations import (
     Expectation,
     base_distribution,
@@ -38,8 +39,8 @@ class Parts(NamedTuple):
     """The results of a run of the model, as outputs of a :class:`Program`.
 
     :param densities: scaled log-densities of observed sites.
-    :param parameters: for observed sites with a registered likelihood, the parameter
-        that may carry latents.
+    :param parameters: for observed sites with a registered likelihood, the parameters
+        that may carry latents, by name.
     :param rest: for the same sites, the other arguments of their distributions.
     :param likelihoods: likelihoods of observed sites.
     :param others: the distributions of all other latents.
@@ -58,7 +59,7 @@ class Parts(NamedTuple):
     """
 
     densities: dict[str, Any]
-    parameters: dict[str, Any]
+    parameters: dict[str, dict[str, Any]]
     rest: dict[str, Any]
     likelihoods: dict[str, Likelihood]
     others: dict[str, Likelihood]
@@ -101,22 +102,27 @@ def whitened(
     return independent_data(filled_in)
 
 
-def white_numbers(trace: Trace, names: tuple[str, ...]) -> dict[str, Array]:
-    """Return the standard normal numbers behind the values of Gaussian sites.
+def white_numbers(
+    trace: Trace, names: tuple[str, ...], fields: tuple[str, ...] = ()
+) -> dict[str, Array]:
+    """Return the numbers behind the values of Gaussian sites, as for :func:`whitened`.
 
     :param trace: the trace of the model at these values.
     :param names: names of the sites.
+    :param fields: names of those in coordinates of their own.
     :raises NotConjugateError: for a site whose values do not determine the numbers.
     """
     found = {}
     for name in names:
         site = trace[name]
-        numbers = getattr(whitening(site["fn"]), "numbers", None)
+        made = (field if name in fields else whitening)(site["fn"])
+        numbers = getattr(made, "numbers", None)
         if numbers is None:
             raise NotConjugateError(
                 f"{name!r} has more standard normal numbers than entries "
-                "(LowRankMultivariateNormal), so that its values do not determine "
-                "them. Write MultivariateNormal"
+                "(LowRankMultivariateNormal, BYM2), so that its values do not "
+                "determine them. Write MultivariateNormal, and the two effects of BYM2 "
+                "as two sites, ICAR and Normal"
             )
         found[name] = numbers(site["value"])
     return found
@@ -155,11 +161,12 @@ def parts_of(
             parts.bounded[name] = bounded(base_distribution(fn))
             parts.densities[name] = density if scale is None else density * scale
             if correlated_axes(fn):
-                parts.parameters[name] = mean_of(fn)
-                parts.rest[name] = *_rest(fn, "loc"), value, scale
-            elif latent := _parameter(fn):
-                parts.parameters[name] = getattr(base_distribution(fn), latent)
-                parts.rest[name] = *_rest(fn, latent), value, scale
+                parts.parameters[name] = {"loc": mean_of(fn)}
+                parts.rest[name] = *_rest(fn, ("loc",)), value, scale
+            elif latents := registered_latents(type(base_distribution(fn))):
+                base = base_distribution(fn)
+                parts.parameters[name] = {k: getattr(base, k) for k in latents}
+                parts.rest[name] = *_rest(fn, latents), value, scale
             parts.likelihoods[name] = Likelihood((traceable(fn), value, scale))
         elif name in fields:
             own = field(fn)
@@ -179,23 +186,23 @@ def parts_of(
     return parts
 
 
-def _parameter(fn: Any) -> str | None:
-    """Return the parameter that may carry latents, for a registered likelihood."""
-    if found := elementwise_expectation(fn):
-        return found.latents[0]
-    several = lookup_correlated(type(base_distribution(fn)))
-    return several and several.latent
+def registered_latents(cls: type) -> tuple[str, ...]:
+    """Return the parameters that may carry latents, for a registered likelihood; none
+    for others."""
+    if several := lookup_correlated(cls):
+        return (several.latent,)
+    found = lookup_expectation(cls) or lookup_augmentation(cls)
+    return found.latents if found else ()
 
 
-def _rest(fn: Any, latent: str) -> tuple[Any, Any]:
-    """Return the parameters of a distribution other than the one that carries latents,
-    and masks. Parameters that the distribution derives from all of them are left
-    out."""
+def _rest(fn: Any, latents: tuple[str, ...]) -> tuple[Any, Any]:
+    """Return the parameters of a distribution other than those that carry latents, and
+    masks. Parameters that the distribution derives from all of them are left out."""
     base, masks = base_distribution(fn), []
     while fn is not base:
         masks.append(getattr(fn, "_mask", None))
         fn = fn.base_dist
-    given = {*base.arg_constraints, "family_parameters"} - {latent}
+    given = {*base.arg_constraints, "family_parameters"}.difference(latents)
     return {k: x for k, x in vars(base).items() if k in given}, masks
 
 

@@ -14,7 +14,7 @@ from jax import Array
 from numpyro_gpaug.errors import CholeskyError
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.calls import check_count
-from numpyro_gpaug.model.forms import MAX_DENSE
+from numpyro_gpaug.model.costs import MAX_DENSE
 from numpyro_gpaug.predict.added_rows import without_added
 from numpyro_gpaug.predict.arguments import FitArguments, joined_rows
 from numpyro_gpaug.predict.joint import JointPredictor

@@ -17,21 +17,17 @@ from numpyro.infer.util import unconstrain_fn
 from numpyro.util import is_prng_key
 
 from numpyro_gpaug.errors import NotConjugateError
-from numpyro_gpaug.infer.mcmc.block_gibbs import BlockGibbs
-from numpyro_gpaug.infer.mcmc.groups import (
-    Factors,
-    Values,
-    draw_group,
-    factors_of_group,
-    needs_auxiliaries,
-)
+from numpyro_gpaug.gaussians.base import GaussianFactors
+from numpyro_gpaug.infer.mcmc.auxiliaries import Auxiliaries, needs_auxiliaries
+from numpyro_gpaug.infer.mcmc.gibbs import AugmentedGaussian
+from numpyro_gpaug.infer.mcmc.parts import Values
 from numpyro_gpaug.likelihoods.expectations import Route, base_distribution
 from numpyro_gpaug.math.linalg import precise
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.closures import Version
 from numpyro_gpaug.model.jaxpr import dependence_tree
-from numpyro_gpaug.model.structure import flat_functions
-from numpyro_gpaug.model.view import ModelView
+from numpyro_gpaug.model.joint import JointView
+from numpyro_gpaug.model.structure import flat_functions, run_model
 
 FACTORS_KWARG = "_gaussian_factors"
 
@@ -47,13 +43,13 @@ class CollapsedState(NamedTuple):
     """
 
     z: Values
-    aux: dict[str, dict[str, Array]]
+    aux: Auxiliaries
     inner: Any
     rng_key: Array
     version: Version | None = None
 
 
-class CollapsedGaussian(BlockGibbs):
+class CollapsedGaussian(AugmentedGaussian):
     """A sampler like :class:`~numpyro_gpaug.AugmentedGaussian` that also samples the
     hyperparameters of its processes and priors, with the Gaussian latents integrated
     out.
@@ -101,6 +97,8 @@ class CollapsedGaussian(BlockGibbs):
     ['f', 'f.v', 'variance']
     """
 
+    _takes_others = True
+
     def __init__(
         self,
         model: Callable[..., Any],
@@ -109,10 +107,6 @@ class CollapsedGaussian(BlockGibbs):
         super().__init__(model)
         self._kernel_class = kernel
         self._inner = kernel(self._collapsed)
-
-    @property
-    def _name(self) -> str:
-        return "CollapsedGaussian"
 
     def wrap_model(self, wrapper: Callable) -> Self:
         copied = super().wrap_model(wrapper)
@@ -124,36 +118,36 @@ class CollapsedGaussian(BlockGibbs):
 
     # What is checked.
 
-    def _check(self, view: ModelView) -> None:
+    def _refuse(self, view: JointView) -> None:
         if not self.structure.others:
             raise NotConjugateError(
                 "the model has no hyperparameters to sample. "
                 "AugmentedGaussian(model) draws its latents"
             )
-        super()._check(view)
-        for group in self._groups:
-            for predictor in group.predictors:
-                if not needs_auxiliaries(view, predictor):
+        super()._refuse(view)
+        for site in self.structure.observed:
+            for name in site.latents:
+                if not needs_auxiliaries(view.message(site.name), name):
                     raise NotConjugateError(
-                        f"{predictor!r} is drawn without auxiliaries, given other "
-                        "latents, so there is nothing to collapse it on. Sample it "
-                        "by AugmentedGaussian(model) and NUTS(model) in Gibbs"
+                        f"'{site.name}/{name}' is drawn without auxiliaries, given "
+                        "other latents, so there is nothing to collapse it on. Sample "
+                        "it by AugmentedGaussian(model) and NUTS(model) in Gibbs"
                     )
         self._refuse_likelihood_parameters(view)
         shown = {s.name for s in self.structure.observed if s.route is Route.CONSTANT}
         shown.update(self.structure.others)
-        self._hidden = [name for name in view.trace({}) if name not in shown]
+        self._hidden = [k for k in self._run(view.arguments, {}) if k not in shown]
 
-    def _refuse_likelihood_parameters(self, view: ModelView) -> None:
-        start = view.other_sites()
+    def _refuse_likelihood_parameters(self, view: JointView) -> None:
+        start = self._run(view.arguments, {})
         shapes = {
-            k: jax.ShapeDtypeStruct(jnp.shape(s["value"]), jnp.result_type(s["value"]))
-            for k, s in start.items()
+            k: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
+            for k, x in ((k, start[k]["value"]) for k in self.structure.others)
         }
-        sites = [s for s in self.structure.observed if s.latents]
+        sites, flat = [s for s in self.structure.observed if s.latents], self._flat()
 
         def parameters(values: Values) -> dict[str, list[Any]]:
-            trace = view.trace({**values, **self._flat_values()})
+            trace = self._run(view.arguments, {**values, **flat})
             found = {}
             for site in sites:
                 d = base_distribution(trace[site.name]["fn"])
@@ -171,9 +165,11 @@ class CollapsedGaussian(BlockGibbs):
                     "(NUTS(model), None)])"
                 )
 
-    def _flat_values(self) -> Values:
+    def _flat(self) -> Values:
+        """Return latents and function values of zero."""
         functions = self.structure.functions
-        return {k: jnp.zeros(f.shape, f.dtype) for k, f in functions.items()}
+        flat = {k: jnp.zeros(f.shape, f.dtype) for k, f in functions.items()}
+        return self.structure.zeros | flat
 
     # States.
 
@@ -194,47 +190,39 @@ class CollapsedGaussian(BlockGibbs):
                 "CollapsedGaussian takes a single random key. For several chains "
                 'use chain_method="sequential", "parallel" or jax.vmap'
             )
-        kwargs = model_kwargs or {}
         key, inner_key = random.split(rng_key)
         first, factors = super()._begun(
             key, num_warmup, init_params, model_args, model_kwargs
         )
-        given = {**kwargs, FACTORS_KWARG: factors}
+        given = {**(model_kwargs or {}), FACTORS_KWARG: factors}
         others = {k: first.z[k] for k in self.structure.others}
         start = unconstrain_fn(self._collapsed, model_args, given, others)
         inner = self._inner.init(inner_key, num_warmup, start, model_args, given)
         return first._replace(inner=inner)
 
-    def _first(self, key: Array, values: Values, view: ModelView) -> Any:
+    def _first(self, key: Array, values: Values, arguments: Arguments) -> Any:
         key, other_key, prior_key, aux_key = random.split(key, 4)
-        given = {k: values[k] for k in self.structure.others if k in values}
-        drawn = self._with_key(view, other_key, given).other_sites()
-        others = {k: jnp.asarray(site["value"]) for k, site in drawn.items()}
-        view = self._given(view, others)
-        x = self._drawn_from_prior(prior_key, values, view)
-        at = self._at(x, self._maps(view), view)
-        aux, factors = self._factors(aux_key, self._observed, view, at)
-        z = {**self._sampled(x, at, view), **others}
+        names = self.structure.others
+        given = {k: values[k] for k in names if k in values}
+        drawn = run_model(self._model, arguments, other_key, given)
+        others = {k: jnp.asarray(drawn[k]["value"]) for k in names}
+        numbers = self._start(prior_key, values, others, arguments)
+        z = self._values(numbers, others, arguments)
+        aux, factors = self._all_drawn(aux_key, z, arguments)
         return CollapsedState(z, aux, (), key), factors
 
-    def _refuse_broken(
-        self, state: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        super()._refuse_broken(state[0], args, kwargs)
+    def _refuse_broken(self, state: Any, arguments: Arguments) -> None:
+        super()._refuse_broken(state[0], arguments)
 
-    def _renewed(self, state: CollapsedState, view: ModelView) -> CollapsedState:
-        view = self._given(view, self._others(state))
-        x = {b.site: state.z[b.site] for b in self.structure.blocks}
-        at = self._at(x, self._maps(view), view)
-        z = {**self._sampled(x, at, view), **self._others(state)}
-        return state._replace(z=z)
+    def _renewed(self, state: CollapsedState, arguments: Arguments) -> CollapsedState:
+        numbers = self._numbers(state.z, arguments)
+        others = {k: state.z[k] for k in self.structure.others}
+        return state._replace(z=self._values(numbers, others, arguments))
 
-    def _next(self, state: CollapsedState, view: ModelView) -> CollapsedState:
+    def _next(self, state: CollapsedState, arguments: Arguments) -> CollapsedState:
         key, aux_key, draw_key = random.split(state.rng_key, 3)
-        view = self._given(view, self._others(state))
-        at = {b.name: state.z[b.name] for b in self.structure.blocks}
-        aux, factors = self._factors(aux_key, self._observed, view, at)
-        args, kwargs = view.arguments.merge()
+        aux, factors = self._all_drawn(aux_key, state.z, arguments)
+        args, kwargs = arguments.merge()
         kwargs = {**kwargs, FACTORS_KWARG: factors}
         inner = self._inner.refresh(state.inner, args, kwargs)
         inner = self._inner.sample(inner, args, kwargs)
@@ -243,24 +231,31 @@ class CollapsedGaussian(BlockGibbs):
         others = {
             k: jnp.asarray(moved[k], state.z[k].dtype) for k in self.structure.others
         }
-        view = self._given(view, others)
-        maps, joint = self._geometry(view)
-        x: Values = {}
-        for i, (group, map_) in enumerate(zip(self._groups, joint, strict=True)):
-            group_key = random.fold_in(draw_key, i)
-            x.update(draw_group(group_key, group, map_, factors, view))
-        at = self._at(x, maps, view)
-        z = {**self._sampled(x, at, view), **others}
+        numbers = self._numbers(state.z | others, arguments)
+        latents, geometry = self._placed(numbers, others, arguments)
+        new = []
+        keys = random.split(draw_key, len(self._parts))
+        for part, part_key, x, known, each in zip(
+            self._parts, keys, latents, geometry, factors, strict=True
+        ):
+            predictors = self._predictors(part, state.z | others, arguments)
+            new.append(part.draw(part_key, x, each, known, predictors))
+        z = self._sites(new, geometry, others, arguments) | others
         return CollapsedState(z, aux, inner, key)
 
-    def _others(self, state: CollapsedState) -> Values:
-        return {k: state.z[k] for k in self.structure.others}
+    def _values(self, numbers: Values, others: Values, arguments: Arguments) -> Values:
+        """Return the values of all sites at numbers by site."""
+        placed = self._placed(numbers, others, arguments)
+        return self._sites(*placed, others, arguments) | others
 
-    def _given(self, view: ModelView, others: Values) -> ModelView:
-        return self._with_key(view, random.key(0), others)
-
-    def _with_key(self, view: ModelView, key: Array, others: Values) -> ModelView:
-        return ModelView(self.structure, self._model, view.arguments, others, key)
+    def _all_drawn(
+        self, key: Array, values: Values, arguments: Arguments
+    ) -> tuple[Auxiliaries, tuple[GaussianFactors, ...]]:
+        """Draw all auxiliaries. Return them, and the factors of each part. Parts that
+        share a site have the same key, and so the same auxiliaries."""
+        drawn = [self._drawn(key, part, values, arguments) for part in self._parts]
+        aux = {site: each for own, _ in drawn for site, each in own.items()}
+        return aux, tuple(factors for _, factors in drawn)
 
     # The density of the hyperparameters.
 
@@ -268,7 +263,7 @@ class CollapsedGaussian(BlockGibbs):
         """Return the model of the hyperparameters given auxiliaries: their priors,
         everything else that depends on them, and the evidence of the latents' Gaussian
         factors."""
-        factors: Factors = kwargs.pop(FACTORS_KWARG)
+        factors: tuple[GaussianFactors, ...] = kwargs.pop(FACTORS_KWARG)
         structure = self.structure
         flat = handlers.substitute(flat_functions(self._model), data=structure.zeros)
         # Not expose=: whoever fills in the hyperparameters adds factors of its own (the
@@ -277,10 +272,10 @@ class CollapsedGaussian(BlockGibbs):
             seeded = handlers.seed(flat, random.key(0))
             trace = handlers.trace(seeded).get_trace(*args, **kwargs)
         others = {k: trace[k]["value"] for k in structure.others}
-        arguments = Arguments.split(args, kwargs)
-        view = ModelView(structure, self._model, arguments, others, random.key(0))
+        arguments, given = Arguments.split(args, kwargs), self._flat()
         total = jnp.zeros(())
-        for group, map_ in zip(self._groups, self._geometry(view)[1], strict=True):
-            on_map, fixed = factors_of_group(group, factors, view)
-            total += fixed + map_.log_evidence(on_map)
+        for part, each in zip(self._parts, factors, strict=True):
+            geometry = part.geometry(part.view(self._model, arguments, others))
+            predictors = self._predictors(part, given | others, arguments)
+            total += part.log_evidence(each, geometry, predictors)
         numpyro.factor("evidence", total)

@@ -3,18 +3,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, random
+
+from numpyro_gpaug.errors import NotConjugateError
+from numpyro_gpaug.gaussians.dense import Moments
+from numpyro_gpaug.guides import AutoLatentGaussian
 from numpyro_gpaug.guides.sparse_gp import AutoSparseGP
-from numpyro_gpaug.infer.mcmc.block_slices import BlockSlices
-from numpyro_gpaug.infer.mcmc.either import EitherKernel
-from numpyro_gpaug.infer.mcmc.gaussian_kernel import GaussianKernel
-from numpyro_gpaug.infer.mcmc.joint_slices import JointSlices
-from numpyro_gpaug.model.structure import Structure
+from numpyro_gpaug.infer.mcmc.independent import (
+    LEAST_GAIN,
+    best_gaussians,
+    structure_of,
+)
+from numpyro_gpaug.infer.mcmc.parts import Geometry, Part
+from numpyro_gpaug.infer.mcmc.slices import Parted, Slices
+from numpyro_gpaug.infer.nested.bound import CollapsedBound
+from numpyro_gpaug.infer.vi.latent_gaussian import LatentGaussian
+from numpyro_gpaug.likelihoods.expectations import Route
+from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.costs import SAMPLE
+from numpyro_gpaug.model.inspect import inspect_model
+from numpyro_gpaug.model.inspect_joint import in_form, read_joint
+from numpyro_gpaug.model.joint import JointView
+from numpyro_gpaug.model.latents import JointStructure
+from numpyro_gpaug.model.structure import Block, Structure, flat_functions, run_model
+from numpyro_gpaug.model.view import ModelView
 
 
-class EllipticalSlice(EitherKernel):
+class EllipticalSlice(Slices):
     r"""Elliptical slice sampling with a Gaussian approximation of the posterior in
     place of the prior. It is exact, for any likelihood, and needs no gradients and no
     tuning.
@@ -30,12 +51,13 @@ class EllipticalSlice(EitherKernel):
 
     Without ``guide`` and ``params``, ``init`` finds the Gaussian with the highest
     evidence lower bound itself, by closed-form updates. If the model has only processes
-    and weight vectors, under likelihoods that :class:`~numpyro_gpaug.AutoSparseGP`
-    accepts, each gets its own Gaussian. Those that share a predictor (a process and
-    weights added to it, outputs that share latents) get a joint one. No such guide
-    contains it, so it is found even if a fit is given. Otherwise it uses the Gaussian
-    of :class:`~numpyro_gpaug.AutoLatentGaussian` on all Gaussian latents together,
-    including random effects of many groups, for any likelihood that this guide accepts.
+    and weight vectors, no two of which share a predictor, under likelihoods that
+    :class:`~numpyro_gpaug.AutoSparseGP` accepts, each gets its own Gaussian. Otherwise
+    (a process and weights added to it, outputs that share latents, random effects) it
+    uses one Gaussian on all Gaussian latents, as
+    :class:`~numpyro_gpaug.AutoLatentGaussian` does, for any likelihood that this guide
+    accepts. If predictors are shared, that Gaussian is used even if a fit is given,
+    whose Gaussians are independent.
 
     The target is exactly the posterior. But if the Gaussian is much narrower, draws
     rarely reach the tails of the posterior and then stay there, which short chains do
@@ -44,9 +66,8 @@ class EllipticalSlice(EitherKernel):
     such as :class:`~numpyro.infer.NUTS` if the likelihood has no augmentation.
 
     Along an ellipse function values are linear in two vectors, so a draw costs O(M (M +
-    N)) once, and O(N) for each evaluation of the likelihood (two to three). Blocks that
-    share a predictor count as one block of all their latents. With a joint Gaussian a
-    draw also runs the model once, for the values of its sites.
+    N)) once, and O(N) for each evaluation of the likelihood (two to three). With a
+    joint Gaussian M is the number of all latents.
 
     :class:`~numpyro.infer.NUTS` samples all other latents, the hyperparameters, as the
     other block of NumPyro's ``Gibbs`` (extra fields are ``block_states.0.step``, ...;
@@ -114,24 +135,157 @@ class EllipticalSlice(EitherKernel):
         guide: AutoSparseGP | None = None,
         params: dict[str, Any] | None = None,
     ) -> None:
+        super().__init__(model)
         if (guide is None) != (params is None):
             missing = "guide" if guide is None else "params"
             raise ValueError(f"a fit is a guide and its params: {missing} is missing")
-        fit, fitted = None, {}
+        self._fit: dict[str, Moments] | None = None
+        self._fitted: dict[str, Block] = {}
+        self._params: dict[str, Any] = {}
+        # Blocks with a Gaussian each; None for one Gaussian on all latents.
+        self._blocks: Structure | None = None
         if guide is not None and params is not None:
             _refuse_guide(guide)
-            values, own = guide.split_params(params)
-            fit = values, guide.moments(own)
-            fitted = {b.site: b for b in guide.structure.blocks}
-        super().__init__(BlockSlices(model, fit, fitted), JointSlices(model))
-        self._given = fit is not None
+            self._params, own = guide.split_params(params)
+            self._fit = guide.moments(own)
+            self._fitted = {b.site: b for b in guide.structure.blocks}
 
-    def _choose(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[GaussianKernel, Structure]:
-        if self._given:
-            return self._blocks, self._blocks.read(args, kwargs)
-        return super()._choose(args, kwargs)
+    # Which Gaussians.
+
+    def _read(self, arguments: Arguments) -> JointStructure:
+        args, kwargs = arguments.merge()
+        blocks = inspect_model(self._model, *args, **kwargs)
+        self._blocks = blocks if self._apart(blocks, arguments) else None
+        if self._blocks is not None:
+            return structure_of(blocks)
+        try:
+            return read_joint(self._model, SAMPLE, arguments)
+        except NotConjugateError:
+            self._refuse_open(blocks)
+            raise
+
+    def _apart(self, blocks: Structure, arguments: Arguments) -> bool:
+        """Whether each process and weight vector gets a Gaussian of its own: no two
+        share a predictor."""
+        closed = all(
+            site.latents for site in blocks.observed if site.route is not Route.CONSTANT
+        )
+        if self._fit is None and not (closed and blocks.processes):
+            return False
+        if blocks.others and self._fit is None:
+            return False
+        sources = [x for site in blocks.observed for x in site.sources]
+        if any(len(x) > 1 for x in sources) or not blocks.blocks:
+            return False
+        mixed: list[str] = []
+
+        def abstract(arrays: tuple[Array, ...]) -> None:
+            given = arguments._replace(arrays=arrays)
+            view = ModelView(blocks, self._model, given, {}, random.key(0))
+            mixed.extend(view.coupled())
+            if self._fit is None:
+                mixed.extend(k for k, x in view.selected().items() if x is not None)
+
+        jax.eval_shape(abstract, arguments.arrays)
+        return not mixed
+
+    def _refuse_open(self, blocks: Structure) -> None:
+        """Raise for sites whose best Gaussian cannot be found here."""
+        for site in blocks.observed if blocks.blocks else ():
+            if site.route is not Route.CONSTANT and not site.latents:
+                instead = (
+                    "pass a fit by SVI and TraceAnalytic_ELBO (guide, params), or "
+                    if self._fit is None
+                    else "blocks that share a predictor need one: "
+                )
+                raise NotConjugateError(
+                    f"site {site.name!r} has no expectation in closed form, "
+                    f"{site.reason or 'so that no Gaussian is found for it'}; "
+                    f"{instead}MCMC(NUTS(model)) samples it"
+                )
+
+    def _divided(self, arguments: Arguments) -> Sequence[Part]:
+        if self._fit is not None:
+            self._refuse_moved(arguments)
+        structure = self.structure
+        if self._blocks is None:
+            self._structure = in_form(structure, self._model, SAMPLE, arguments)
+            return [Part(self.structure)]
+        return [
+            Part(
+                structure.with_sites((site,)), block.name if block.is_process else None
+            )
+            for site, block in zip(structure.sites, self._blocks.blocks, strict=True)
+        ]
+
+    def _refuse_moved(self, arguments: Arguments) -> None:
+        """Raise for shapes or params that differ from those of the fit."""
+        for site in self.structure.sites:
+            fitted = self._fitted.get(site.name)
+            if fitted is None and self._blocks is None:
+                continue  # the joint Gaussian has more sites
+            if fitted is None or fitted.shape != site.value_shape:
+                found = "is not part of it" if fitted is None else f"has {fitted.shape}"
+                raise ValueError(
+                    f"site {site.name!r} has shape {site.value_shape} in the model, "
+                    f"but in the fit it {found}: fit this model at these arguments"
+                )
+
+        @jax.jit
+        def params(arrays: tuple[Array, ...]) -> dict[str, Any]:
+            given, key = arguments._replace(arrays=arrays), random.key(0)
+            zeros = self.structure.zeros
+            trace = run_model(flat_functions(self._model), given, key, zeros)
+            names = self._params.keys() & trace.keys()
+            return {k: trace[k]["value"] for k in names if trace[k]["type"] == "param"}
+
+        for name, value in params(arguments.arrays).items():
+            pairs = zip(*map(jax.tree.leaves, (value, self._params[name])), strict=True)
+            for now, fitted in pairs:
+                if not isinstance(now, jax.core.Tracer) and not np.allclose(
+                    now, fitted
+                ):
+                    raise ValueError(
+                        f"param {name!r} is {now} in the model, but {fitted} in the "
+                        "fit. Sample handlers.substitute(model, data=params)"
+                    )
+
+    # The Gaussians.
+
+    def _gaussians(
+        self, view: JointView
+    ) -> tuple[tuple[Any, ...], tuple[Geometry, ...], Parted]:
+        if self._blocks is not None:
+            return self._independent(self._blocks, view)
+        guide, static = AutoLatentGaussian(self._model), view.arguments.static
+        bound = CollapsedBound(guide, self.structure, static, projected=True)
+        problem = LatentGaussian.seen(view, "exact", 0.0, learns=False)
+        q = bound.settle(problem, None, LEAST_GAIN).moments
+        map_ = None if view.by_functions else view.of_density.matrices
+        known = Geometry(map_, view.prior, view.links, view.processes)
+        return (q,), (known,), (jnp.ones((), q.mean.dtype),)
+
+    def _independent(
+        self, blocks: Structure, view: JointView
+    ) -> tuple[tuple[Any, ...], tuple[Geometry, ...], Parted]:
+        of_blocks = ModelView(blocks, self._model, view.arguments, {}, random.key(0))
+        processes, geometry = view.processes, []
+        for part in self._parts:
+            own = {k: x for k, x in processes.items() if k == part.process}
+            geometry.append(Geometry(None, part.standard, (), own))
+        found = self._fit
+        if found is None:
+            maps = {name: map_ for name, (map_, _) in processes.items()}
+            found = best_gaussians(maps, of_blocks)
+        moments, scales = [], []
+        for block in blocks.blocks:
+            loc, scale = of_blocks.priors()[block.name]
+            mean, whitener = (jnp.asarray(x, block.dtype) for x in found[block.name])
+            # Of the standard normal numbers behind the values.
+            whitener = whitener / scale[..., None, :]
+            moments.append(Moments((mean - loc) / scale, whitener))
+            scales.append(jnp.asarray(of_blocks.block_scale(block), block.dtype))
+        return tuple(moments), tuple(geometry), tuple(scales)
 
 
 def _refuse_guide(guide: Any) -> None:

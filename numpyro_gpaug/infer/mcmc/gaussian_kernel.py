@@ -5,34 +5,35 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, random
+from numpyro.infer import NUTS, Gibbs
 from numpyro.infer.gibbs import GIBBS_SITES_KWARG
 from numpyro.infer.mcmc import MCMCKernel
 from numpyro.util import is_prng_key
 
 from numpyro_gpaug._fork import refuse_forked
-from numpyro_gpaug.errors import CholeskyError
-from numpyro_gpaug.gaussians.dense import AffineMap
-from numpyro_gpaug.infer.mcmc.groups import Values
+from numpyro_gpaug.errors import CholeskyError, NotConjugateError
+from numpyro_gpaug.infer.mcmc.parts import Geometry, Part, Values
 from numpyro_gpaug.math.linalg import precise
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.closures import watched
-from numpyro_gpaug.model.inspect import inspect_model
+from numpyro_gpaug.model.joint import JointView, function_values
+from numpyro_gpaug.model.latents import JointStructure
 from numpyro_gpaug.model.observations import check_observations, check_observed
-from numpyro_gpaug.model.structure import Block, Structure
+from numpyro_gpaug.model.structure import Trace, run_model
 from numpyro_gpaug.model.validation import check_arguments, cholesky_message
-from numpyro_gpaug.model.view import ModelView
+from numpyro_gpaug.model.whitened import white_numbers, whitened
 
 
 class GaussianKernel(MCMCKernel):
-    """A kernel for the Gaussian latents of a model: inducing values of its processes
-    and plain Gaussian weights.
+    """A kernel for the Gaussian latents of a model. If the model has other latents, it
+    is a block of NumPyro's ``Gibbs``, with ``NUTS`` as the other.
 
     Samples (``state.z``) contain the latents and the model's deterministic sites,
     including function values, so nothing has to be computed after a run. The state
@@ -43,14 +44,17 @@ class GaussianKernel(MCMCKernel):
     """
 
     sample_field = "z"
-    _kinds = "Gaussian processes and Gaussian weight vectors"
-    _otherwise = "; EllipticalSlice(model) accepts Gaussian latents of any shape"
+    #: Whether the kernel samples all other latents itself.
+    _takes_others = False
 
     def __init__(self, model: Callable[..., Any]) -> None:
         self._model = model
         self._user_model = model
         self._watch = watched(model)
-        self._structure: Structure | None = None
+        self._structure: JointStructure | None = None
+        self._parts: tuple[Part, ...] = ()
+        self._composite: Gibbs | None = None
+        # MCMC asks for it to know whether there was an init.
         self._sample_fn: Callable[..., Any] | None = None
 
     @property
@@ -59,7 +63,7 @@ class GaussianKernel(MCMCKernel):
         return self._model
 
     @property
-    def structure(self) -> Structure:
+    def structure(self) -> JointStructure:
         """The structure of the model.
 
         :raises RuntimeError: before ``init``.
@@ -70,21 +74,26 @@ class GaussianKernel(MCMCKernel):
 
     # What a sampler defines.
 
-    def _check(self, view: Any) -> None:
-        """Raise for models that this sampler does not accept. It runs inside an
-        abstract trace, and may record static properties."""
+    @abstractmethod
+    def _read(self, arguments: Arguments) -> JointStructure:
+        """Return the structure of the model at these arguments."""
 
     @abstractmethod
-    def _first(self, key: Array, values: Values, view: Any) -> Any:
+    def _divided(self, arguments: Arguments) -> Sequence[Part]:
+        """Return the parts of the latents. Raise for models that this sampler does not
+        accept."""
+
+    @abstractmethod
+    def _first(self, key: Array, values: Values, arguments: Arguments) -> Any:
         """Return the first state, from latents by site name; missing latents are
         drawn."""
 
     @abstractmethod
-    def _next(self, state: Any, view: Any) -> Any:
+    def _next(self, state: Any, arguments: Arguments) -> Any:
         """Return the next state."""
 
     @abstractmethod
-    def _renewed(self, state: Any, view: Any) -> Any:
+    def _renewed(self, state: Any, arguments: Arguments) -> Any:
         """Return the state after recomputing everything that depends on other sites."""
 
     # The interface of a kernel.
@@ -98,6 +107,14 @@ class GaussianKernel(MCMCKernel):
         model_kwargs: dict[str, Any] | None,
     ) -> Any:
         given = rng_key, num_warmup, init_params, model_args, model_kwargs
+        self._composite = None
+        self._structure = self._inspected(model_args, model_kwargs or {})
+        if self.structure.others and not self._takes_others:
+            # NumPyro says which of them NUTS does not take.
+            own = [site.name for site in self.structure.sites]
+            self._composite = Gibbs([(self, own), (NUTS(self.model), None)])
+            self._sample_fn = self._composite.sample
+            return self._composite.init(*given)
         with self._watch.running() as version:
             # MCMC compiles for the structure of states: anew for another version.
             return self._begun(*given)._replace(version=version)
@@ -112,25 +129,22 @@ class GaussianKernel(MCMCKernel):
         model_kwargs: dict[str, Any] | None,
     ) -> Any:
         refuse_forked()
-        kwargs = model_kwargs or {}
-        self._inspect(model_args, kwargs)
+        arguments = Arguments.split(model_args, model_kwargs or {})
+        self._check(arguments)
         self._warm_up(num_warmup)
-
-        arguments = Arguments.split(model_args, kwargs)
 
         # In one compilation: run one by one, the operations take many times as long.
         @jax.jit
         def start(keys: Array, values: Values, arrays: tuple[Array, ...]) -> Any:
-            args, kwargs = arguments._replace(arrays=arrays).merge()
-            view = self._view(args, kwargs)
+            given = arguments._replace(arrays=arrays)
 
             def first(key: Array, values: Values) -> Any:
-                return self._first(key, values, view)
+                return self._first(key, values, given)
 
             return (first if is_prng_key(keys) else jax.vmap(first))(keys, values)
 
         state = start(rng_key, init_params or {}, arguments.arrays)
-        self._refuse_broken(state, model_args, kwargs)
+        self._refuse_broken(state, arguments)
         self._sample_fn = self._step
         return state
 
@@ -141,6 +155,9 @@ class GaussianKernel(MCMCKernel):
         model_args: tuple[Any, ...],
         model_kwargs: dict[str, Any] | None,
     ) -> Any:
+        if self._composite is not None:
+            return self._composite.sample(state, model_args, model_kwargs)
+
         def step(state: Any) -> Any:
             found = self._step(state, model_args, model_kwargs or {})
             return found._replace(version=state.version)
@@ -154,127 +171,183 @@ class GaussianKernel(MCMCKernel):
         model_args: tuple[Any, ...],
         model_kwargs: dict[str, Any] | None,
     ) -> Any:
-        found = self._renewed(state, self._view(model_args, model_kwargs or {}))
+        if self._composite is not None:
+            return self._composite.refresh(state, model_args, model_kwargs)
+        found = self._renewed(state, Arguments.split(model_args, model_kwargs or {}))
         return found._replace(version=state.version)
 
     def wrap_model(self, wrapper: Callable) -> Self:
         kernel = copy.copy(self)
         kernel._model = wrapper(self._model)
-        kernel._structure = kernel._sample_fn = None
+        kernel._structure = kernel._composite = kernel._sample_fn = None
         return kernel
 
-    # Helpers.
+    def postprocess_fn(self, model_args: Any, model_kwargs: Any) -> Any:
+        if self._composite is None:
+            return super().postprocess_fn(model_args, model_kwargs)
+        return self._composite.postprocess_fn(model_args, model_kwargs)
 
-    def _step(self, state: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._next(state, self._view(args, kwargs))
+    def get_diagnostics_str(self, state: Any) -> str:
+        if self._composite is None:
+            return super().get_diagnostics_str(state)
+        return self._composite.get_diagnostics_str(state)
 
-    def _warm_up(self, num_warmup: int) -> None:
-        """Set the number of warm-up steps; most samplers have nothing to adapt."""
-
-    def _view(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._seen(self.structure, Arguments.split(args, kwargs))
-
-    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Structure:
-        """Find the structure of the model at these arguments.
-
-        :param args: the model's arguments.
-        :param kwargs: its keyword arguments.
-        :raises ValueError: for invalid arguments.
-        """
-        data = {k: x for k, x in kwargs.items() if k != GIBBS_SITES_KWARG}
-        check_arguments(self._user_model, args, data)
-        return self._structure_of(args, kwargs)
-
-    def _structure_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Structure:
-        return inspect_model(self._model, *args, **kwargs)
-
-    def _seen(self, structure: Any, arguments: Arguments) -> Any:
-        """Return the model at these arguments."""
-        # The key is fixed: a param that starts at random must not move.
-        return ModelView(structure, self._model, arguments, {}, random.key(0))
+    # Checks.
 
     @property
     def _name(self) -> str:
         return type(self).__name__
 
-    def _inspect(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        structure = self.read(args, kwargs)
+    def _inspected(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> JointStructure:
+        data = {k: x for k, x in kwargs.items() if k != GIBBS_SITES_KWARG}
+        check_arguments(self._user_model, args, data)
         arguments = Arguments.split(args, kwargs)
+        structure = self._read(arguments)
+        otherwise = "MCMC(NUTS(model)) samples any model"
+        if structure.held and not structure.sites:
+            reasons = "; ".join(f"{k!r}: {why}" for k, why in structure.held)
+            raise NotConjugateError(
+                f"{self._name} samples Gaussian latents, and none can be part of the "
+                f"joint Gaussian: {reasons}; {otherwise}"
+            )
         others = kwargs.get(GIBBS_SITES_KWARG, ())
         check_observed(self._model, structure, arguments, others)
-        if not structure.largest:
+        if not structure.sites:
             raise ValueError(
-                f"{self._name} samples {self._kinds} on which likelihoods depend "
-                f"affinely, and the model has none{self._otherwise}"
+                f"{self._name} samples Gaussian latents on which likelihoods depend "
+                f"affinely, and the model has none; {otherwise}"
             )
         if structure.subsampled:
             raise ValueError(
                 f"plates {sorted(structure.subsampled)} draw subsamples, but an "
                 "exact sampler needs all data. Drop subsample_size"
             )
-        check_observations(self._model, structure, arguments)
-        self._structure = structure
+        return structure
 
-        def abstract(arrays: tuple[Array, ...]) -> None:
-            self._check(self._seen(structure, arguments._replace(arrays=arrays)))
+    def _check(self, arguments: Arguments) -> None:
+        check_observations(self._model, self.structure, arguments)
+        self._parts = tuple(self._divided(arguments))
 
-        jax.eval_shape(abstract, arguments.arrays)
-
-    def _refuse_broken(
-        self, state: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        for block in self.structure.blocks:
-            value = state.z[block.name]
+    def _refuse_broken(self, state: Any, arguments: Arguments) -> None:
+        for name, value in state.z.items():
             if isinstance(value, jax.core.Tracer) or np.isfinite(value).all():
                 continue
-            if block.is_process:
-                gp = self._view(args, kwargs).conditional(block).gp
-                raise CholeskyError(cholesky_message(gp))
-            raise FloatingPointError(f"the first draw of {block.name!r} is not finite")
+            if name in self.structure.functions:
+                others = {k: state.z[k] for k in self.structure.others}
+                made = self._view(arguments, others).conditionals
+                if name in made:
+                    raise CholeskyError(cholesky_message(made[name].gp))
+            if name in {site.name for site in self.structure.sites}:
+                raise FloatingPointError(
+                    f"the first draw of {name!r} is not finite. Is the prior very "
+                    "wide, or are columns very large? Standardise them"
+                )
 
-    def _maps(self, view: Any) -> Any:
-        """Return maps from inducing vectors to processes at the data, by block name,
-        without the residual, which is not sampled."""
-        maps = {b.name: view.conditional(b).affine_map for b in self._processes}
+    # Helpers.
+
+    def _step(self, state: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._next(state, Arguments.split(args, kwargs))
+
+    def _warm_up(self, num_warmup: int) -> None:
+        """Set the number of warm-up steps; most samplers have nothing to adapt."""
+
+    def _view(self, arguments: Arguments, values: Values) -> JointView:
+        """Return the model with other latents given."""
+        return Part(self.structure).view(self._model, arguments, values)
+
+    def _run(
+        self, arguments: Arguments, values: Values, numbers: Values | None = None
+    ) -> Trace:
+        """Run the model at values of sites, and numbers of others."""
+        model = whitened(self._model, numbers or {}, self.structure.fields)
+        return run_model(model, arguments, random.key(0), values)
+
+    def _given(self, values: Values) -> Values:
+        """Return the values of latents and of processes, without those of other
+        deterministic sites."""
+        structure = self.structure
+        names = {s.name for s in structure.sites} | {*structure.functions}
+        return {k: x for k, x in values.items() if k in names.union(structure.others)}
+
+    def _start(
+        self, key: Array, values: Values, others: Values, arguments: Arguments
+    ) -> Values:
+        """Return numbers to start from, by site.
+
+        :param key: random key, for sites without values.
+        :param values: initial values.
+        :param others: values of other latents.
+        :param arguments: the model's arguments.
+        """
+        structure, dtype = self.structure, self.structure.dtype
+        if structure.fields:
+            q = self._view(arguments, others).prior.natural.moments()
+            noise = random.normal(key, (1, q.rank), dtype)
+            drawn = structure.split(q.unwhiten(noise)[0])
+        else:
+            drawn = {
+                s.name: random.normal(random.fold_in(key, i), s.shape, dtype)
+                for i, s in enumerate(structure.sites)
+            }
+        return self._moved(drawn, values, others, arguments)
+
+    def _moved(
+        self, numbers: Values, values: Values, others: Values, arguments: Arguments
+    ) -> Values:
+        """Return numbers at which some sites have the given values, and all others the
+        values at the given numbers."""
+        given = {k: values[k] for k in numbers if k in values}
+        if not given:
+            return numbers
+        drawn = self._run(arguments, others, numbers)
+        here = {k: drawn[k]["value"] for k in numbers} | given
+        return self._numbers({**here, **others}, arguments)
+
+    def _numbers(self, values: Values, arguments: Arguments) -> Values:
+        """Return the numbers behind values of all sites: standard normal, except the
+        coordinates of fields."""
+        names = tuple(s.name for s in self.structure.sites)
+        # Any function values will do.
+        functions = self.structure.functions.items()
+        flat = {k: jnp.zeros(f.shape, f.dtype) for k, f in functions}
+        trace = self._run(arguments, self._given(values) | flat)
+        return white_numbers(trace, names, self.structure.fields)
+
+    def _numbers_of(
+        self, latents: Sequence[Array], geometry: Sequence[Geometry]
+    ) -> Values:
+        """Return the numbers behind latents, by site."""
+        found: Values = {}
+        for part, z, known in zip(self._parts, latents, geometry, strict=True):
+            found |= part.numbers(z, known)
+        return found
+
+    def _sites(
+        self,
+        latents: Sequence[Array],
+        geometry: Sequence[Geometry],
+        others: Values,
+        arguments: Arguments,
+        functions: Values | None = None,
+    ) -> Values:
+        """Return values of Gaussian and deterministic sites. Kernel matrices are not
+        computed.
+
+        :param latents: the latents of each part.
+        :param geometry: the geometry of each part.
+        :param others: values of other latents.
+        :param arguments: the model's arguments.
+        :param functions: function values by process, if they are known.
+        """
+        numbers, given = self._numbers_of(latents, geometry), dict(others)
+        for known in geometry:
+            given |= functions or function_values(known.processes, numbers)
+            given |= {f"{k}.v": numbers[f"{k}.v"] for k in known.processes}
+        white = {k: x for k, x in numbers.items() if k not in given}
         return {
-            k: m._replace(residual=jnp.zeros_like(m.residual)) for k, m in maps.items()
+            name: jnp.asarray(site["value"], jnp.result_type(site["value"]))
+            for name, site in self._run(arguments, given, white).items()
+            if site["type"] == "deterministic" or name in numbers
         }
-
-    @property
-    def _processes(self) -> tuple[Block, ...]:
-        return self.structure.processes
-
-    def _drawn_from_prior(self, key: Array, values: Values, view: ModelView) -> Values:
-        """Return latents by site name; latents that are not in ``values`` are drawn
-        from their priors."""
-        found, priors = {}, view.priors()
-        for i, block in enumerate(self.structure.blocks):
-            loc, scale = (x.reshape(block.shape) for x in priors[block.name])
-            noise = random.normal(random.fold_in(key, i), block.shape, block.dtype)
-            drawn = loc + scale * noise
-            found[block.site] = jnp.asarray(values.get(block.site, drawn), block.dtype)
-        return found
-
-    def _at(self, x: Values, maps: dict[str, AffineMap], view: ModelView) -> Values:
-        """Return the inputs of a run of the model: function values of processes, and
-        weights."""
-        found = {b.name: x[b.site] for b in self.structure.weights}
-        for block in self._processes:
-            f, v = view.conditional(block), x[block.site]
-            latents = maps[block.name](f.select(v.reshape(-1, v.shape[-1])))
-            found[block.name] = f.outputs(latents)
-        return found
-
-    def _sampled(self, x: Values, at: Values, view: Any) -> Values:
-        """Return a sample: latents and deterministic sites."""
-        deterministic = {
-            name: _strong(site["value"])
-            for name, site in view.trace(at).items()
-            if site["type"] == "deterministic"
-        }
-        return {**deterministic, **x}
-
-
-def _strong(value: Any) -> Array:
-    """Return an array of a fixed dtype: loops need equal input and output types."""
-    return jnp.asarray(value, jnp.result_type(value))

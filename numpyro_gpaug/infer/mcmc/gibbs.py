@@ -3,15 +3,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
-from numpyro_gpaug.infer.mcmc.block_gibbs import BlockGibbs
-from numpyro_gpaug.infer.mcmc.either import EitherKernel
-from numpyro_gpaug.infer.mcmc.joint_gibbs import JointGibbs
+import jax
+import jax.numpy as jnp
+from jax import Array, random
+
+from numpyro_gpaug.errors import NotConjugateError
+from numpyro_gpaug.gaussians.base import GaussianFactors
+from numpyro_gpaug.infer.mcmc.auxiliaries import (
+    Auxiliaries,
+    draw_factors,
+    needs_auxiliaries,
+    parameters,
+)
+from numpyro_gpaug.infer.mcmc.gaussian_kernel import GaussianKernel
+from numpyro_gpaug.infer.mcmc.parts import Geometry, Part, Values, parts_of
+from numpyro_gpaug.likelihoods.expectations import Route, base_distribution
+from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.closures import Version
+from numpyro_gpaug.model.costs import SAMPLE
+from numpyro_gpaug.model.inspect_joint import in_form, read_joint
+from numpyro_gpaug.model.joint import REGISTERED, JointView
+from numpyro_gpaug.model.latents import JointStructure
+
+INSTEAD = "EllipticalSlice(model) and MCMC(NUTS(model)) sample it"
 
 
-class AugmentedGaussian(EitherKernel):
+class AugmentedState(NamedTuple):
+    """State of :class:`AugmentedGaussian`.
+
+    :param z: latents and deterministic sites.
+    :param aux: the auxiliaries on which the draw of the latents is conditioned, by site
+        and name.
+    :param latents: the latents of each part.
+    :param geometry: their priors, and maps to predictors.
+    :param rng_key: random key.
+    :param version: the version of everything the model reads besides its arguments.
+    """
+
+    z: Values
+    aux: Auxiliaries
+    latents: tuple[Array, ...]
+    geometry: tuple[Geometry, ...]
+    rng_key: Array
+    version: Version | None = None
+
+
+class AugmentedGaussian(GaussianKernel):
     """Exact Gibbs sampling with augmented likelihoods. It draws every auxiliary
     variable from its conditional, and then, from their Gaussian conditional, all
     Gaussian latents that share a predictor jointly. It needs no tuning, rejection or
@@ -41,12 +81,11 @@ class AugmentedGaussian(EitherKernel):
     to be inferred a prior, or fix it with :class:`numpyro.handlers.substitute`,
     ``substitute(model, data=params)``.
 
-    A sweep over processes and weight vectors costs one Cholesky factorisation of min(M,
-    N) rows per process (or of all their latents together, if several are summed). At
-    fixed hyperparameters kernel matrices are factorised once. With other Gaussian
-    latents a sweep factorises the precision matrix of a fit's joint Gaussian, which is
-    dense, by groups or along chains, and runs the model once, for the values of its
-    sites.
+    Latents that share no predictor with others are drawn by themselves. A sweep costs
+    one Cholesky factorisation of min(M, N) rows for each latent of a process whose
+    predictors depend on nothing else. For others it costs a factorisation of their
+    joint precision matrix, which is dense, by groups, along chains or sparse, as in a
+    fit. At fixed hyperparameters kernel matrices are factorised once.
 
     :param model: a NumPyro model.
     :raises NotConjugateError: at ``init``, for a likelihood without augmentation, or
@@ -94,5 +133,135 @@ class AugmentedGaussian(EitherKernel):
     Automated augmented conjugate inference for non-conjugate Gaussian process models.
     """
 
-    def __init__(self, model: Callable[..., Any]) -> None:
-        super().__init__(BlockGibbs(model), JointGibbs(model))
+    # What is checked.
+
+    def _read(self, arguments: Arguments) -> JointStructure:
+        return read_joint(self._model, SAMPLE, arguments)
+
+    def _divided(self, arguments: Arguments) -> Sequence[Part]:
+        found: list[Part] = []
+
+        def abstract(arrays: tuple[Array, ...]) -> None:
+            view = self._view(arguments._replace(arrays=arrays), {})
+            self._refuse(view)
+            parts = parts_of(self.structure, view.independent)
+            # Those without auxiliaries are drawn first. The auxiliaries in a sample are
+            # then those given which its latents were drawn.
+            found[:] = sorted(parts, key=lambda part: any(self._augments(part, view)))
+
+        jax.eval_shape(abstract, arguments.arrays)
+        return [
+            part if part.process else part._replace(
+                structure=in_form(part.structure, self._model, SAMPLE, arguments)
+            )
+            for part in found
+        ]  # fmt: skip
+
+    def _refuse(self, view: JointView) -> None:
+        """Raise for models that this sampler does not accept."""
+        for site in self.structure.observed:
+            if site.route is Route.CONSTANT:
+                continue
+            message = view.message(site.name)
+            cls = type(base_distribution(message["fn"])).__name__
+            if site.route not in REGISTERED or not site.augmented:
+                raise NotConjugateError(
+                    f"site {site.name!r}: given auxiliaries, likelihoods with an "
+                    "augmentation (numpyro_gpaug.register_augmentation) are Gaussian "
+                    "in a parameter that is affine in the latents, such as "
+                    f"Bernoulli(logits=eta); this one of {cls} is not. {INSTEAD}"
+                )
+            if message["scale"] is not None:
+                raise NotConjugateError(
+                    f"site {site.name!r} is scaled, and a power of {cls} has no "
+                    f"augmentation. Drop the scale. {INSTEAD}"
+                )
+
+    def _augments(self, part: Part, view: JointView) -> Iterator[bool]:
+        """Iterate over the predictors of a part: whether their factors depend on
+        auxiliaries."""
+        for site in part.structure.observed:
+            for name in site.latents:
+                yield needs_auxiliaries(view.message(site.name), name)
+
+    # A sampler.
+
+    def _first(self, key: Array, values: Values, arguments: Arguments) -> Any:
+        key, prior_key = random.split(key)
+        numbers = self._start(prior_key, values, {}, arguments)
+        latents, geometry = self._placed(numbers, {}, arguments)
+        z = self._sites(latents, geometry, {}, arguments)
+
+        def drawn() -> Auxiliaries:
+            pairs = [self._drawn(key, part, z, arguments) for part in self._parts]
+            return {site: aux for own, _ in pairs for site, aux in own.items()}
+
+        # Zeros in place of auxiliaries that no sweep has drawn yet.
+        shapes = jax.eval_shape(drawn)
+        aux = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        return AugmentedState(z, aux, latents, geometry, key)
+
+    def _renewed(self, state: Any, arguments: Arguments) -> Any:
+        numbers = self._numbers(state.z, arguments)
+        latents, geometry = self._placed(numbers, {}, arguments)
+        z = self._sites(latents, geometry, {}, arguments)
+        return state._replace(z=z, latents=latents, geometry=geometry)
+
+    def _next(self, state: Any, arguments: Arguments) -> Any:
+        key, *keys = random.split(state.rng_key, 1 + len(self._parts))
+        z, aux, latents = state.z, dict(state.aux), list(state.latents)
+        # Auxiliaries are drawn again for each part, so that a sweep is a sequence of
+        # moves each of which leaves the posterior of the latents as it is.
+        for i, (part, part_key) in enumerate(zip(self._parts, keys, strict=True)):
+            aux_key, draw_key = random.split(part_key)
+            drawn, factors = self._drawn(aux_key, part, z, arguments)
+            aux |= drawn
+            predictors, known = self._predictors(part, z, arguments), state.geometry[i]
+            latents[i] = part.draw(draw_key, latents[i], factors, known, predictors)
+            z = self._sites(latents, state.geometry, {}, arguments)
+        return state._replace(z=z, aux=aux, latents=tuple(latents), rng_key=key)
+
+    def _placed(
+        self, numbers: Values, others: Values, arguments: Arguments
+    ) -> tuple[tuple[Array, ...], tuple[Geometry, ...]]:
+        """Return the latents and the geometry of each part.
+
+        :param numbers: numbers by site.
+        :param others: values of other latents.
+        :param arguments: the model's arguments.
+        """
+        views = [part.view(self._model, arguments, others) for part in self._parts]
+        pairs = zip(self._parts, views, strict=True)
+        geometry = tuple(part.geometry(view) for part, view in pairs)
+        placed = zip(self._parts, geometry, strict=True)
+        return tuple(part.latents(numbers, known) for part, known in placed), geometry
+
+    def _drawn(
+        self, key: Array, part: Part, values: Values, arguments: Arguments
+    ) -> tuple[Auxiliaries, GaussianFactors]:
+        """Draw the auxiliaries of a part.
+
+        :param key: random key.
+        :param part: the part.
+        :param values: values of sites and function values.
+        :param arguments: the model's arguments.
+        """
+        trace = self._run(arguments, self._given(values))
+        return draw_factors(key, trace, part.structure.observed)
+
+    def _predictors(
+        self, part: Part, values: Values, arguments: Arguments
+    ) -> Callable[[Array], Array]:
+        """Return the predictors of a process as a function of its function values.
+
+        :param part: the part.
+        :param values: values of sites and other function values.
+        :param arguments: the model's arguments.
+        """
+        given = self._given(values)
+
+        def found(functions: Array) -> Array:
+            trace = self._run(arguments, given | {str(part.process): functions})
+            return parameters(trace, part.structure.observed)
+
+        return found
