@@ -270,10 +270,13 @@ class StructurePrior(GaussianPrior, Protocol):
     def log_density(self, z: Array) -> Array:
         """Return the log-density at latents (latents, M), (latents,)."""
 
+
+class GroupsPrior(StructurePrior, Protocol):
+    """The prior of a :class:`Structure` with independent groups."""
+
     def terms_apart(self, groups: Array, others: Array) -> tuple[Array, Array]:
         """Return numbers that add up as :meth:`terms`: those of independent groups (J,
-        G, R) given all other latents (K,), and those of these. Only structures with
-        independent groups have it."""
+        G, R) given all other latents (K,), and those of these."""
 
 
 def selected(tree: Any, latents: Array | None) -> Any:

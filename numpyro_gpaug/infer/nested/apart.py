@@ -38,7 +38,7 @@ import numpy as np
 from jax import Array
 from jax.scipy.special import logsumexp
 
-from numpyro_gpaug.gaussians.base import Layout, Structure
+from numpyro_gpaug.gaussians.base import GroupsPrior, Layout, Structure
 from numpyro_gpaug.math.importance import compensated_sum
 from numpyro_gpaug.model.affine import ROUNDING
 from numpyro_gpaug.model.latents import JointStructure
@@ -162,7 +162,7 @@ def weigh_apart(
     number: int,
     form: Structure,
     q: Any,
-    prior: Any,
+    prior: GroupsPrior,
     log_terms: Callable[[Array], Array],
     latents: Callable[[Array], Any],
     shift: Array,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ import numpy as np
 from jax import Array, lax, random
 
 from numpyro_gpaug._numpyro import one_thread
+from numpyro_gpaug.gaussians.base import GroupsPrior
 from numpyro_gpaug.infer.nested.apart import Apart, weigh_apart
 from numpyro_gpaug.infer.nested.bound import (
     TOLERANCE,
@@ -383,7 +384,7 @@ class Programs:
         def one(each: Any) -> Drawn:
             point, factors, *numbers = each
             log_prior, view, log_terms = self._at(point, arrays)
-            q, prior = moments_given(factors, view), view.prior
+            q, prior = moments_given(factors, view), cast(GroupsPrior, view.prior)
             z, *sums = weigh_apart(
                 how, number, form, q, prior, lambda z: log_terms(z)[0],
                 lambda z: self._latents(log_terms(z)[1]), shift, *numbers,
