@@ -26,8 +26,7 @@ from numpyro_gpaug.gaussians.dense import Moments
 from numpyro_gpaug.gaussians.pairs import PairedMap, PairFactors
 from numpyro_gpaug.guides import AutoLatentGaussian
 from numpyro_gpaug.infer.vi.differentiation import vjp
-from numpyro_gpaug.infer.vi.evaluation import Evaluation
-from numpyro_gpaug.infer.vi.latent_gaussian import LatentGaussian
+from numpyro_gpaug.infer.vi.latent_gaussian import Evaluation, LatentGaussian
 from numpyro_gpaug.infer.vi.settling import settled
 from numpyro_gpaug.infer.vi.sweeps import starts_augmented
 from numpyro_gpaug.math.compiling import jit

@@ -27,7 +27,7 @@ from numpyro_gpaug.model.observations import all_valid
 
 class Pass(NamedTuple):
     """The results of a pass over the data at natural parameters, so far or complete: an
-    :class:`~numpyro_gpaug.infer.vi.evaluation.Evaluation` without numbers by row.
+    :class:`~numpyro_gpaug.infer.vi.latent_gaussian.Evaluation` without numbers by row.
 
     :param natural: the natural parameters.
     :param bound: evidence lower bound of the rows so far.

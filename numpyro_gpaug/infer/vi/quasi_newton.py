@@ -33,9 +33,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from numpyro_gpaug.infer.vi.differentiation import raveled
-from numpyro_gpaug.infer.vi.evaluation import relative_rounding
 from numpyro_gpaug.infer.vi.first_order import Ascent
-from numpyro_gpaug.infer.vi.latent_gaussian import Natural
+from numpyro_gpaug.infer.vi.latent_gaussian import Natural, relative_rounding
 from numpyro_gpaug.infer.vi.state import (
     ConjugateState,
     Hyper,

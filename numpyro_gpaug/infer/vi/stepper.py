@@ -16,8 +16,7 @@ from numpyro_gpaug.infer.vi import quasi_newton
 from numpyro_gpaug.infer.vi.differentiation import floats_of, vjp, with_zeros
 from numpyro_gpaug.infer.vi.elbo import other_terms
 from numpyro_gpaug.infer.vi.epochs import epoch_length, next_batch
-from numpyro_gpaug.infer.vi.evaluation import Evaluation
-from numpyro_gpaug.infer.vi.latent_gaussian import LatentGaussian, Natural
+from numpyro_gpaug.infer.vi.latent_gaussian import Evaluation, LatentGaussian, Natural
 from numpyro_gpaug.infer.vi.plan import Plan, constrained
 from numpyro_gpaug.infer.vi.schedules import Adaptive, Schedule, as_schedule
 from numpyro_gpaug.infer.vi.settling import SETTLED, Place, settled

@@ -12,7 +12,7 @@ from jax import Array
 
 from numpyro_gpaug.infer.vi import quasi_newton
 from numpyro_gpaug.infer.vi.epochs import epoch_length
-from numpyro_gpaug.infer.vi.evaluation import Evaluation
+from numpyro_gpaug.infer.vi.latent_gaussian import Evaluation
 from numpyro_gpaug.infer.vi.plan import CHUNK, Plan
 from numpyro_gpaug.infer.vi.quasi_newton import Search
 from numpyro_gpaug.infer.vi.state import ConjugateState

@@ -12,8 +12,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from numpyro_gpaug.gaussians.base import scatter, selected
-from numpyro_gpaug.infer.vi.evaluation import Evaluation, Place
-from numpyro_gpaug.infer.vi.latent_gaussian import LatentGaussian, Natural
+from numpyro_gpaug.infer.vi.latent_gaussian import (
+    Evaluation,
+    LatentGaussian,
+    Natural,
+    Place,
+)
 from numpyro_gpaug.infer.vi.schedules import Schedule
 from numpyro_gpaug.math.compiling import few
 from numpyro_gpaug.model.structure import Structure
