@@ -619,7 +619,9 @@ def _shifts(rows: Rows, layout: Layout, z: Array) -> Array:
     if second is None:
         return moved
     steps, _ = layout.split(z)
-    return moved + (second.own * steps[second.group]).sum(-1)
+    # Not a sum of products: see numpyro_gpaug.gp.chain.Weights.
+    dot = linalg.precise(partial(jnp.einsum, "nr,nr->n"))
+    return moved + dot(second.own, steps[second.group])
 
 
 def _projection(rows: Rows, layout: Layout) -> Array:
