@@ -284,11 +284,11 @@ def test_predictions_in_threads_are_those_of_one() -> None:
             np.testing.assert_allclose(probs, expected[: len(probs)], atol=1e-6)
 
 
-def test_first_fits_in_threads_are_those_of_one() -> None:
-    alone = run(make(), 5).losses
-    for svi in (make(), None):
-        for result in together(lambda i, svi=svi: run(svi or make(), 5)):
-            np.testing.assert_allclose(result.losses, alone, rtol=1e-6)
+@pytest.mark.parametrize("shared", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_first_fits_in_threads_are_those_of_one(shared) -> None:
+    alone, svi = run(make(), 5).losses, make()
+    for result in together(lambda i: run(svi if shared else make(), 5)):
+        np.testing.assert_allclose(result.losses, alone, rtol=1e-6)
 
 
 # -- stacks of matrices ----------------------------------------------------------------
