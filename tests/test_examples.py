@@ -113,6 +113,14 @@ def test_benchmark_of_fields_runs_at_small_sizes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_benchmark_of_series_runs_at_small_sizes(tmp_path: Path) -> None:
+    cases = ["--cases", "equality"]
+    run("benchmarks/markov", tmp_path, "--quick", *cases, "--json", "found.json")
+    (found,) = json.loads((tmp_path / "found.json").read_text())["rows"]
+    assert max(found[k] for k in ("bound", "dense", "slope", "mean", "variance")) < 1e-8
+
+
+@pytest.mark.slow
 def test_recipe_is_not_worse_than_logistic_regression(tmp_path: Path) -> None:
     size = ["--sets", "breast_cancer", "--splits", "1", "--inducing", "50"]
     run("benchmarks/recipe", tmp_path, *size, "--json", "found.json")

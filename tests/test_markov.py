@@ -56,7 +56,7 @@ def covariances(kernel, t, new):
     return own @ own.T, at @ own.T, at @ at.T + chain.residual_covariance(new)
 
 
-QUICK = (("float32", "Matern"), ("float32", "quasi-periodic"), ("float64", "products"))
+QUICK = (("float32", "Matern"), ("float32", "quasi-periodic"))
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ T_NEW = np.concatenate([T[:2], rng.uniform(-1, 12, 9)])
 def curve(t, y=None):
     scale = numpyro.sample("scale", dist.LogNormal(0, 1).expand([2]))
     noise = numpyro.sample("noise", dist.HalfNormal(1))
-    kernel = kernels.Matern32(scale[0], scale[1]) + kernels.Matern12(3.0)
+    kernel = kernels.Matern32(scale[0], scale[1])
     f = gpaug.GaussianProcess("f", kernel, mean=0.2, markov=True)(t)
     with numpyro.plate("data", len(t)):
         numpyro.sample("y", dist.Normal(f, noise), obs=y)
@@ -101,7 +101,7 @@ def curve(t, y=None):
 
 def evidence_by_tinygp(point, t, y):
     scale, noise = point["scale"], point["noise"]
-    kernel = scale[1] * quasisep.Matern32(scale[0]) + quasisep.Exp(3.0)
+    kernel = scale[1] * quasisep.Matern32(scale[0])
     gp = tinygp.GaussianProcess(kernel, t, diag=noise**2, mean=0.2)
     return gp.log_probability(y)
 
@@ -240,7 +240,7 @@ def test_plain_numpyro_has_the_density_of_independent_numbers():
 
     expected, found, slopes = run(jax.random.key(0))
     np.testing.assert_allclose(found, expected, rtol=1e-4)
-    assert slopes["f.v"].shape == (10, 3)
+    assert slopes["f.v"].shape == (10, 2)
     assert all(np.isfinite(x).all() and x.any() for x in slopes.values())
 
 

@@ -289,7 +289,7 @@ def _matrix(linear: Callable[[Array], Array], like: Array, number: int) -> Array
     if number < like.size:
         # By rows, where there are fewer of them.
         pull = jax.linear_transpose(linear, like)
-        eye = jnp.eye(number, dtype=like.dtype)
+        eye = jnp.eye(number, dtype=jax.eval_shape(linear, like).dtype)
         return jax.vmap(lambda row: pull(row)[0], out_axes=1)(eye)
     return jax.vmap(linear)(jnp.eye(like.size, dtype=like.dtype))
 
