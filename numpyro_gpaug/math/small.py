@@ -25,8 +25,9 @@ _Entries = list[list[Any]]
 
 def product(left: Array, right: Array) -> Array:
     """Return ``left @ right`` of matrices (..., R, S) and (..., S, n), as sums that
-    compile together with the surrounding operations."""
-    if left.shape[-1] > SMALL:
+    compile together with the surrounding operations. Matrices with many columns are
+    left to XLA: the derivatives of such sums would be sums over long rows."""
+    if max(left.shape[-1], right.shape[-1]) > SMALL:
         return linalg.precise(jnp.matmul)(left, right)
     return (left[..., None] * right[..., None, :, :]).sum(-2)
 
