@@ -223,6 +223,41 @@ def test_counts_like_those_of_a_dense_process(dtype):
         np.testing.assert_allclose(found.variance, expected.variance, atol=tolerance)
 
 
+@pytest.mark.slow
+def test_integrated_hyperparameters(dtype):
+    """With steps that are far shorter than the lengthscale, draws need float64."""
+    rng = np.random.default_rng(0)
+    t = np.sort(rng.uniform(0, 100, 150))
+    y = rng.poisson(np.exp(1 + np.sin(t / 5)))
+    t = jnp.asarray(t, dtype)
+
+    def model(t, y=None, *, inducing=None):
+        lengthscale = numpyro.sample("lengthscale", dist.LogNormal(1, 1))
+        kernel = kernels.Matern52(lengthscale, 0.5)
+        f = gpaug.GaussianProcess(
+            "f", kernel, markov=inducing is None, inducing=inducing
+        )(t)
+        with numpyro.plate("data", len(t)):
+            numpyro.sample("y", dist.Poisson(jnp.exp(1 + f)), obs=y)
+
+    nested = gpaug.NestedVI(model, num_points=64, progress_bar=False)
+    if dtype == "float32":
+        with pytest.warns(UserWarning, match="use float64"):
+            nested.run(jax.random.key(0), t, y)
+        return
+    nested.run(jax.random.key(0), t, y)
+    dense = gpaug.NestedVI(model, num_points=64, progress_bar=False)
+    dense.run(jax.random.key(0), t, y, inducing=t)
+    one, two = (x.get_extra_fields()["log_evidence"] for x in (nested, dense))
+    assert nested.certified
+    np.testing.assert_allclose(one, two, atol=0.1)
+    means = (
+        nested.posterior().predict_y(t[:9]).mean,
+        dense.posterior().predict_y(t[:9], inducing=t).mean,
+    )
+    np.testing.assert_allclose(*means, rtol=0.1)
+
+
 def test_plain_numpyro_has_the_density_of_independent_numbers():
     t, y = (jnp.asarray(x[:10], jnp.float32) for x in (T, REAL))
 
