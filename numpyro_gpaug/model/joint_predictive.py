@@ -105,7 +105,9 @@ class JointPredictiveView(JointView):
         def mark(name: str) -> Array:
             used = {k for leaf in jax.tree.leaves(sources[name]) for k in leaf.state}
             leaves = [*jax.tree.leaves(found[name]), *(arrays[k] for k in sorted(used))]
-            return _checksum(jnp.concatenate([x.ravel().astype(float) for x in leaves]))
+            return _checksum(
+                jnp.concatenate([jnp.ravel(x).astype(float) for x in leaves])
+            )
 
         return self._marks_of_fields() | {name: mark(name) for name in found}
 
