@@ -271,6 +271,19 @@ class StructurePrior(GaussianPrior, Protocol):
         """Return the log-density at latents (latents, M), (latents,)."""
 
 
+def drawn_white(prior: StructurePrior, q: Any, noise: Array) -> Array | None:
+    """Return the standard normal numbers behind latents ``q.mean + q.unwhiten(noise)``,
+    (n, size); ``None`` if the latents themselves have enough digits to find them. A
+    prior whose latents have not has a method of this name.
+
+    :param prior: a prior.
+    :param q: moments.
+    :param noise: standard normal, (n, rank).
+    """
+    own = getattr(prior, "drawn_white", None)
+    return None if own is None else own(q, noise)
+
+
 class GroupsPrior(StructurePrior, Protocol):
     """The prior of a :class:`Structure` with independent groups."""
 

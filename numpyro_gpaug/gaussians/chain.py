@@ -464,7 +464,12 @@ class ChainPrior:
         if white is None:
             apart = (known - small.product(links, step_before(known)))[:, 1:]
         else:
-            first, apart = small.product(white[:, 0], first), self._apart(q, known)
+            assert q.kept is not None
+            alone = q.kept[0][..., 2 * links.shape[-1] :]
+            first, apart = (
+                small.product(white[:, 0], first),
+                self._apart(q, known, alone),
+            )
             lost = small.product(step_after(white), lost)
         spread = small.product(step_after(roots), lost.mT)
         own = small.product(inverse, _ahead_of(links, white).mT)
@@ -488,16 +493,37 @@ class ChainPrior:
         lost, other = q.kept[0][..., :size], q.kept[0][..., size : 2 * size]
         return lost - small.product(ahead - other, q.gain[0])
 
-    def _apart(self, q: ChainMoments, known: Array) -> Array:
-        """Return white noise of all steps but the first, of mean and cross gain.
+    def drawn_white(self, q: ChainMoments, noise: Array) -> Array | None:
+        """Return the standard normal numbers behind the latents ``q.mean +
+        q.unwhiten(noise)``, (n, G R + K), without the small difference of a step and
+        what the step before makes it. ``None`` if the noise of the steps has no
+        covariances of its own: the latents are then not much larger than their noise.
 
-        :param known: mean and cross gain.
+        :param q: moments.
+        :param noise: standard normal, (n, rank).
         """
-        if q.kept is None:
-            return white_along(self.links, known)[:, 1:]
+        links, whitener = split(self.links)
+        if q.kept is None or whitener is None:
+            return None
+        own, corner = q._columns((q.mean + q.unwhiten(noise)).T)
+        along = own.reshape(*links.shape[:3], -1)
+        fresh, rest = q._columns(noise.T)
+        fresh = small.product(q.inverse[0].mT, fresh).reshape(along.shape)
+        alone = q.kept[0][..., 2 * links.shape[-1] :]
+        alone = alone[..., :1] + fresh - alone[..., 1:] @ rest
+        first = small.product(whitener[:, :1], along[:, :1])
+        white = jnp.concatenate([first, self._apart(q, along, alone)], 1)
+        return jnp.concatenate([white.reshape(-1, len(noise)), corner]).T
+
+    def _apart(self, q: ChainMoments, known: Array, alone: Array) -> Array:
+        """Return the white noise of all steps but the first, whose noise has
+        covariances of its own.
+
+        :param known: numbers of the steps, (chains, steps, R, n).
+        :param alone: the parts of them that do not come from the next step.
+        """
         links, white = split(self.links)
         assert white is not None
-        alone = q.kept[0][..., 2 * links.shape[-1] :]
         ahead = small.product(self._lost(q)[:, :-1], known[:, 1:])
         apart = ahead - small.product(links[:, 1:], alone[:, :-1])
         return small.product(white[:, 1:], apart)

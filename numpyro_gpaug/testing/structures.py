@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_gpaug.gaussians import Structure
-from numpyro_gpaug.gaussians.base import GaussianFactors
+from numpyro_gpaug.gaussians.base import GaussianFactors, drawn_white
 from numpyro_gpaug.gaussians.dense import AffineMap, NaturalGaussian
 from numpyro_gpaug.gaussians.rows import Rows
 
@@ -263,6 +263,11 @@ class _Structured(NamedTuple):
             "the covariances of pairs": map_.covariances(q, *self.pairs(problem)),
             "the covariances of predictors": map_.covariance(q),
         }
+        draws = jnp.eye(q.rank + 1, q.rank, -1, dtype=dtype)
+        if (white := drawn_white(prior, q, draws)) is not None:
+            moved = white[1:] - white[0]
+            found["the mean of whitened draws"] = white[:1]
+            found["the covariance of whitened draws"] = moved.T @ moved
         if structure.independent.groups:
             found |= self._found_apart(prior, q, z[0])
         if self.other is not None:
@@ -339,6 +344,16 @@ class _Structured(NamedTuple):
             "the covariances of pairs": predicted[self.pairs(problem)][None],
             "the covariances of predictors": predicted[None],
         }
+        if (
+            problem.links is not None
+            and problem.links.shape[-1] > self.structure.layout.each
+        ):
+            # The lower triangle T with ``T' T`` equal to the prior's precision.
+            lower = np.linalg.cholesky(first[::-1, ::-1]).T[::-1, ::-1]
+            found |= {
+                "the mean of whitened draws": mean @ lower.T,
+                "the covariance of whitened draws": lower @ covariance @ lower.T,
+            }
         if self.structure.independent.groups:
             groups, others = self.structure.split_apart(np.arange(size))
             own = np.ix_(groups.ravel(), groups.ravel())

@@ -94,7 +94,14 @@ def corrected(run: Run, programs: Programs, key: Array, num_samples: int) -> Cor
         num_chains=CHAINS, chain_method="vectorized", progress_bar=False,
     )  # fmt: skip
     mcmc.run(chain_key, init_params=start, extra_fields=("diverging",))
-    points, z = jax.jit(jax.vmap(placed))(mcmc.get_samples())
+
+    @jax.jit
+    @jax.vmap
+    def whitened(draw: dict[str, Array]) -> tuple[Array, Array]:
+        point, z = placed(draw)
+        return point, programs.white(point, z, arrays)
+
+    points, z = whitened(mcmc.get_samples())
     by_chain = mcmc.get_samples(group_by_chain=True)
     rhat = max(float(np.max(split_gelman_rubin(np.asarray(x)))) for x in
                by_chain.values() if x.size)  # fmt: skip

@@ -105,29 +105,23 @@ class AtDraws:
         :param key: random key.
         """
         programs, arrays = self._programs, self._arrays
-        shape = len(self.points), self._size
+        shape = len(self.points), programs.structure.form.rank
         noise = np.asarray(random.normal(key, shape, programs.structure.dtype))
         # One point after the other: all their covariances may not fit in memory.
         with threads_for(self._size):
             z = [
-                _drawn(self._gaussian(point), each)
+                programs.drawn(point, self._factors(point), each, arrays)
                 for point, each in zip(self.points, noise, strict=True)
             ]
             points = jnp.asarray(self.points, programs.hyper.dtype)
             found = programs.sites(points, np.stack(z), arrays)
             return jax.block_until_ready(found)
 
-    def _gaussian(self, point: np.ndarray) -> Any:
+    def _factors(self, point: np.ndarray) -> Any:
         found = self._programs.evaluate(
             point[None], self._start, self._arrays, gradient=True
         )
-        return found.moments
-
-
-@jax.jit
-def _drawn(moments: Any, noise: Array) -> Array:
-    q = jax.tree.map(lambda x: x[0], moments)
-    return q.mean[0] + q.unwhiten(noise[None])[0]
+        return found.factors
 
 
 def _unconstrained(

@@ -18,7 +18,7 @@ import numpy as np
 from jax import Array, lax, random
 
 from numpyro_gpaug._numpyro import one_thread
-from numpyro_gpaug.gaussians.base import GroupsPrior
+from numpyro_gpaug.gaussians.base import GroupsPrior, drawn_white
 from numpyro_gpaug.infer.nested.apart import Apart, weigh_apart
 from numpyro_gpaug.infer.nested.bound import (
     TOLERANCE,
@@ -121,6 +121,7 @@ class Programs:
         self._terms = compiled(self._terms_at)
         self._linked = compiled(self._linked_at)
         self._moved = compiled(self._moved_to)
+        self._whitened = compiled(self._drawn_at)
         self._at_draws = compiled(self._sites)
 
     @contextmanager
@@ -218,15 +219,10 @@ class Programs:
         self, point: Array, factors: Any, noise: Array, arrays: Any
     ) -> tuple[Array, Array, Array]:
         _, view, log_terms = self._at(point, arrays)
-        q, prior = moments_given(factors, view), view.prior
-
-        def at(z: Array) -> tuple[Array, Array]:
-            return log_terms(z)[0], -2 * prior.terms(z).sum()
-
-        form = self.structure.form
+        form, q = self.structure.form, moments_given(factors, view)
         apart = form.join_noise(*form.independent.split(noise))
-        z = q.mean + q.unwhiten(apart)
-        return z, *jax.vmap(at)(z)
+        z, white, prior = self._drawn_latents(view, q, apart)
+        return z, jax.vmap(lambda x: log_terms(x)[0])(white), -2 * prior.sum(-1)
 
     def from_white(self, point: np.ndarray, white: np.ndarray, arrays: Any) -> Any:
         """Return latents, (k, size), from standard normal numbers, (k, size)."""
@@ -315,16 +311,30 @@ class Programs:
 
     def _at(self, point: Array, arrays: Any) -> tuple[Array, JointView, Any]:
         """Return the log-density of unconstrained hyperparameters (d,), the view of the
-        model there, and the log-densities of all data as a function of the latents
-        (size,), see :meth:`_log_terms`."""
+        model there, and the log-densities of all data as a function of the whitened
+        latents (size,), see :meth:`_log_terms`."""
         values, log_prior = self.hyper.values(point, arrays)
         view = self.bound.view(values, arrays)
 
-        def log_terms(z: Array) -> tuple[Array, Trace]:
-            white = self.structure.white(z, view.links)
+        def log_terms(white: Array) -> tuple[Array, Trace]:
             return self._log_terms(values, white, arrays)
 
         return log_prior, view, log_terms
+
+    def _white(self, view: JointView, z: Array) -> Array:
+        """Return whitened latents, (k, size)."""
+        return jax.vmap(lambda z: self.structure.white(z, view.links))(z)
+
+    def _drawn_latents(
+        self, view: JointView, q: Any, noise: Array
+    ) -> tuple[Array, Array, Array]:
+        """Return latents as a Gaussian makes them from noise (k, rank), whitened
+        latents, and the terms of their prior, each (k, size)."""
+        prior, z = view.prior, q.mean + q.unwhiten(noise)
+        white = drawn_white(prior, q, noise)
+        if white is None:
+            return z, self._white(view, z), jax.vmap(prior.terms)(z)
+        return z, white, -0.5 * jnp.square(white)
 
     def _draw(
         self, points: Array, factors: Any, noise: Array, widths: Array, arrays: Any
@@ -341,18 +351,20 @@ class Programs:
         def one(each: Any) -> Drawn:
             point, factors, noise, widths = each
             log_prior, view, log_terms = self._at(point, arrays)
-            q, prior = moments_given(factors, view), view.prior
-            z = q.mean + q.unwhiten(widths[:, None] * noise)
+            q = moments_given(factors, view)
+            _, white, prior = self._drawn_latents(view, q, widths[:, None] * noise)
 
-            def terms(z: Array, noise: Array, width: Array) -> tuple[Any, ...]:
-                data, trace = log_terms(z)
+            def terms(
+                white: Array, prior: Array, noise: Array, width: Array
+            ) -> tuple[Any, ...]:
+                data, trace = log_terms(white)
                 own = 0.5 * jnp.square(noise) + jnp.log(width)
                 # All at once: their sum is small.
-                sums = compensated_sum(jnp.concatenate([data, own, prior.terms(z)]))
+                sums = compensated_sum(jnp.concatenate([data, own, prior]))
                 return *sums, self._latents(trace)
 
-            weighed = jax.vmap(terms)(z, noise, widths)
-            return Drawn(log_prior, z, q.log_det[0] + prior.log_det, *weighed)
+            weighed = jax.vmap(terms)(white, prior, noise, widths)
+            return Drawn(log_prior, white, q.log_det[0] + view.prior.log_det, *weighed)
 
         return self._each(one, (points, factors, noise, widths))
 
@@ -385,6 +397,7 @@ class Programs:
             point, factors, *numbers = each
             log_prior, view, log_terms = self._at(point, arrays)
             q, prior = moments_given(factors, view), cast(GroupsPrior, view.prior)
+            # Latents of structures with groups are whitened ones.
             z, *sums = weigh_apart(
                 how, number, form, q, prior, lambda z: log_terms(z)[0],
                 lambda z: self._latents(log_terms(z)[1]), shift, *numbers,
@@ -426,22 +439,23 @@ class Programs:
             def log_density(part: Any, z: Array) -> Array:
                 return log_factors(map_, part, z[None]) + prior.terms(z).sum()
 
-            def terms(z: Array, width: Array) -> tuple[Any, ...]:
+            def terms(z: Array, white: Array, width: Array) -> tuple[Any, ...]:
                 logs = []
                 for part, q in zip(parts, qs, strict=True):
                     fall = log_density(part, z) - log_density(part, q.mean[0])
                     volume = 0.5 * q.log_det[0] + size * jnp.log(width)
                     logs.append(fall / jnp.square(width) - volume)
                 mixed = jax.nn.logsumexp(log_shares + jnp.stack(logs))
-                data, trace = log_terms(z)
+                data, trace = log_terms(white)
                 rest = jnp.append(prior.terms(z), -mixed)
                 sums = compensated_sum(jnp.concatenate([data, rest]))
                 return *sums, self._latents(trace)
 
-            weighed = jax.vmap(terms)(z, widths)
+            white = self._white(view, z)
+            weighed = jax.vmap(terms)(z, white, widths)
             # Volumes are in the weights: it only says whether there are Gaussians.
             finite = jnp.stack([0 * q.log_det[0] for q in qs]).sum()
-            return Drawn(log_prior, z, finite + prior.log_det, *weighed)
+            return Drawn(log_prior, white, finite + prior.log_det, *weighed)
 
         return self._each(one, (points, factors, chosen, noise, widths))
 
@@ -480,11 +494,34 @@ class Programs:
         }
 
     def log_joint(self, point: Array, z: Array, arrays: Any) -> Array:
-        """Return the log-density of data, whitened latents and unconstrained
-        hyperparameters, up to a constant."""
+        """Return the log-density of data, latents and unconstrained hyperparameters, up
+        to a constant."""
         log_prior, view, log_terms = self._at(point, arrays)
-        data, prior = log_terms(z)[0], view.prior
+        data, prior = log_terms(self.structure.white(z, view.links))[0], view.prior
         return data.sum() + log_prior + prior.terms(z).sum() + 0.5 * prior.log_det
+
+    def drawn(
+        self, point: np.ndarray, factors: Any, noise: np.ndarray, arrays: Any
+    ) -> Array:
+        """Return whitened latents, (size,), as the Gaussian at a point makes them.
+
+        :param point: unconstrained hyperparameters, (d,).
+        :param factors: factors of the Gaussian, with a leading axis of 1.
+        :param noise: standard normal, (rank,).
+        :param arrays: array arguments of the model.
+        """
+        return self._whitened(
+            np.asarray(point, self.hyper.dtype), factors, noise, arrays
+        )
+
+    def _drawn_at(self, point: Array, factors: Any, noise: Array, arrays: Any) -> Array:
+        view = self._at(point, arrays)[1]
+        q = moments_given(jax.tree.map(lambda x: x[0], factors), view)
+        return self._drawn_latents(view, q, noise[None])[1][0]
+
+    def white(self, point: Array, z: Array, arrays: Any) -> Array:
+        """Return whitened latents, (size,)."""
+        return self.structure.white(z, self._at(point, arrays)[1].links)
 
     def sites(self, points: Any, z: Any, arrays: Any) -> dict[str, Array]:
         """Return the values of all sites at draws, without added rows.

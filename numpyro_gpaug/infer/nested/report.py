@@ -50,13 +50,6 @@ def certificate(run: Any) -> str:
         )
     if khat > weighted.limit:
         what += f", above {limit}: the weights are too uneven"
-        structure = run.programs.structure
-        single = structure.dtype == np.float32
-        if structure.functions and structure.recurrences and single:
-            what += (
-                " (in float32 draws of a markov=True process are inexact where steps "
-                "are short beside the lengthscale: use float64)"
-            )
     if loss > LARGEST_LOSS:
         what += (
             f"; the model could not be evaluated in about {loss:.0%} of the posterior"
