@@ -344,10 +344,7 @@ class _Structured(NamedTuple):
             "the covariances of pairs": predicted[self.pairs(problem)][None],
             "the covariances of predictors": predicted[None],
         }
-        if (
-            problem.links is not None
-            and problem.links.shape[-1] > self.structure.layout.each
-        ):
+        if getattr(self.structure, "correlated", False):
             # The lower triangle T with ``T' T`` equal to the prior's precision.
             lower = np.linalg.cholesky(first[::-1, ::-1]).T[::-1, ::-1]
             found |= {
