@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sphinx configuration: ``python -m sphinx -W -b html docs docs/_build/html``."""
 
+import fcntl
 import os
 import sys
 import tempfile
@@ -8,7 +9,9 @@ from importlib import metadata
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
+from nbclient import NotebookClient
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 from sphinx.util.parallel import make_chunks
@@ -53,6 +56,22 @@ nb_execution_timeout = 600
 nb_merge_streams = True
 nb_execution_show_tb = True
 nb_output_stderr = "remove-warn"  # a page that warns is a page to mend
+
+# Kernels choose free ports before they listen to them: those that start together may
+# choose the same. One starts after the other.
+starting = tempfile.NamedTemporaryFile(prefix="starting-")
+start_kernel = NotebookClient.async_start_new_kernel
+
+
+async def start_alone(client: NotebookClient, **options: Any) -> None:
+    """Start a kernel while no other process does."""
+    with open(starting.name) as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        await start_kernel(client, **options)
+        await client.async_start_new_kernel_client()
+
+
+NotebookClient.async_start_new_kernel = start_alone
 os.environ["PYTHONWARNINGS"] = "ignore:IProgress not found"  # tqdm asks for ipywidgets
 os.environ["MATPLOTLIBRC"] = str(Path(__file__).parent / "matplotlibrc")
 # Pages run beside each other; see "My fit hangs" in the checklist. Threads of BLAS that
