@@ -10,6 +10,7 @@ import os
 import platform
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -302,6 +303,43 @@ def spawn(
         lines = done.stderr.strip().splitlines()
         return {"failed": lines[-1] if lines else f"exit code {done.returncode}"}
     return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def case_in_process(script: Path, case: str, size: int, dtype: str) -> dict[str, Any]:
+    """Run a case of a script in a process of its own, which prints a row as JSON; on
+    failure the row holds the last line of its error."""
+    argv = [sys.executable, str(script), "--child", case, "--size", str(size)]
+    row = {"case": case, "dtype": dtype, "load": os.getloadavg()[0]}
+    done = subprocess.run(
+        argv, capture_output=True, text=True, check=False,
+        env=os.environ | {"JAX_ENABLE_X64": str(int(dtype == "float64"))},
+    )  # fmt: skip
+    if not done.returncode:
+        return row | json.loads(done.stdout.strip().splitlines()[-1])
+    # JAX says at the end that it has hidden frames.
+    said = [
+        x for x in done.stderr.splitlines() if x and not x.startswith(("For s", "--"))
+    ]
+    last = said[-1] if said else f"exit code {done.returncode}"
+    return row | {"method": case, "failed": last}
+
+
+def rows_of_cases(path: Path | None) -> dict[Any, dict[str, Any]]:
+    """Return the rows of a JSON file by case and dtype; none if there is no file."""
+    if path is None or not path.exists():
+        return {}
+    rows = json.loads(path.read_text())["rows"]
+    return {(row["case"], row["dtype"]): row for row in rows}
+
+
+def write_rows(
+    path: Path | None, rows: dict[Any, dict[str, Any]], *packages: str
+) -> None:
+    """Write rows of cases to a JSON file, if there is to be one."""
+    if path is not None:
+        report = {"rows": list(rows.values()), "machine": machine()}
+        report["versions"] = versions("jax", "numpyro", *packages)
+        path.write_text(json.dumps(report, indent=1))
 
 
 def measure(

@@ -31,8 +31,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -48,7 +46,13 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-from common import machine, peak_memory, print_table, versions
+from common import (
+    case_in_process,
+    peak_memory,
+    print_table,
+    rows_of_cases,
+    write_rows,
+)
 from numpyro.infer.util import log_density
 from scipy import sparse, special
 from scipy.spatial import Delaunay
@@ -349,8 +353,8 @@ def farthest(draws: Any, exact: Any) -> float:
 
 def compared(name: str, dtype: str, size: int) -> dict[str, Any]:
     """Both forms, each in a process of its own."""
-    found = child(f"sparse {name}", size, dtype)
-    exact = child(f"dense {name}", size, "float64")
+    found = case_in_process(HERE, f"sparse {name}", size, dtype)
+    exact = case_in_process(HERE, f"dense {name}", size, "float64")
     row = {"case": f"equality {name}", "dtype": dtype}
     failed = [x["failed"] for x in (found, exact) if "failed" in x]
     if failed:
@@ -623,20 +627,6 @@ CASES: dict[str, tuple[Callable[[str, int], dict[str, Any]], int, str]] = {
 QUICK = 300
 
 
-def child(case: str, size: int, dtype: str) -> dict[str, Any]:
-    """A case in another process."""
-    argv = [sys.executable, str(HERE), "--child", case, "--size", str(size)]
-    load = os.getloadavg()[0]
-    done = subprocess.run(
-        argv, capture_output=True, text=True, check=False,
-        env=os.environ | {"JAX_ENABLE_X64": str(int(dtype == "float64"))},
-    )  # fmt: skip
-    found = {"case": case, "dtype": dtype, "load": load}
-    if done.returncode:
-        return found | {"method": case, "failed": done.stderr.strip().splitlines()[-1]}
-    return found | json.loads(done.stdout.strip().splitlines()[-1])
-
-
 def inside(case: str, size: int) -> dict[str, Any]:
     """A case in this process."""
     kind = case.split()[0]
@@ -660,24 +650,18 @@ def main() -> None:
     if args.child:
         print(json.dumps(inside(args.child, args.size)))
         return
-    known = {}
-    if args.json and args.json.exists():
-        rows = json.loads(args.json.read_text())["rows"]
-        known = {(row["case"], row["dtype"]): row for row in rows}
+    known = rows_of_cases(args.json)
     for case in args.cases:
         for row in rows_of(case, quick=args.quick):
             print_table([row], EQUAL if case == "equality" else COLUMNS)
             known[row["case"], row["dtype"]] = row
-            if args.json:
-                report = {"rows": list(known.values()), "machine": machine()}
-                report["versions"] = versions("jax", "numpyro", "scipy")
-                args.json.write_text(json.dumps(report, indent=1))
+            write_rows(args.json, known, "scipy")
 
 
 def rows_of(case: str, *, quick: bool) -> Iterator[dict[str, Any]]:
     if case != "equality":
         _, size, dtype = CASES[case]
-        yield child(case, QUICK if quick else size, dtype)
+        yield case_in_process(HERE, case, QUICK if quick else size, dtype)
         return
     for name in FIELDS[:1] if quick else FIELDS:
         for dtype in ("float64",) if quick else ("float64", "float32"):

@@ -23,8 +23,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -40,7 +38,13 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import tinygp
-from common import machine, peak_memory, print_table, versions
+from common import (
+    case_in_process,
+    peak_memory,
+    print_table,
+    rows_of_cases,
+    write_rows,
+)
 from numpyro.infer.util import log_density
 from tinygp.kernels import quasisep
 
@@ -248,20 +252,6 @@ CASES: dict[str, tuple[Callable[[int], dict[str, Any]], int, str]] = {
 QUICK = 200
 
 
-def child(case: str, size: int, dtype: str) -> dict[str, Any]:
-    """A case in another process."""
-    argv = [sys.executable, str(HERE), "--child", case, "--size", str(size)]
-    load = os.getloadavg()[0]
-    done = subprocess.run(
-        argv, capture_output=True, text=True, check=False,
-        env=os.environ | {"JAX_ENABLE_X64": str(int(dtype == "float64"))},
-    )  # fmt: skip
-    found = {"case": case, "dtype": dtype, "load": load}
-    if done.returncode:
-        return found | {"method": case, "failed": done.stderr.strip().splitlines()[-1]}
-    return found | json.loads(done.stdout.strip().splitlines()[-1])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -276,19 +266,13 @@ def main() -> None:
         found = CASES[args.child][0](args.size)
         print(json.dumps({"MiB": peak_memory()} | found))
         return
-    known = {}
-    if args.json and args.json.exists():
-        rows = json.loads(args.json.read_text())["rows"]
-        known = {(row["case"], row["dtype"]): row for row in rows}
+    known = rows_of_cases(args.json)
     for case in args.cases:
         _, size, dtype = CASES[case]
-        row = child(case, QUICK if args.quick else size, dtype)
+        row = case_in_process(HERE, case, QUICK if args.quick else size, dtype)
         print_table([row], COLUMNS)
         known[case, dtype] = row
-        if args.json:
-            report = {"rows": list(known.values()), "machine": machine()}
-            report["versions"] = versions("jax", "numpyro", "tinygp")
-            args.json.write_text(json.dumps(report, indent=1))
+        write_rows(args.json, known, "tinygp")
 
 
 if __name__ == "__main__":

@@ -110,7 +110,7 @@ class MarkovConditional(Conditional):
 
     @property
     def unreached(self) -> Array:
-        """That no function value is far from the states."""
+        """Whether each function value is far from all inducing inputs: false."""
         return jnp.zeros((1, len(self.X)), bool)
 
     @precise

@@ -242,9 +242,10 @@ def valid_observations(trace: Trace) -> dict[tuple[str, str], Array]:
     valid: dict[tuple[str, str], Array] = {}
     for name, site in trace.items():
         if site["type"] == "sample" and isinstance(
-            law := base_distribution(site["fn"]), dist.CAR
+            areas := base_distribution(site["fn"]), dist.CAR
         ):
-            valid[name, GRAPH] = sum(x.sum() for x in _graph_faults(law)) == 0
+            one_way, alone = _graph_faults(areas)
+            valid[name, GRAPH] = one_way.sum() + alone.sum() == 0
         if site["type"] != "sample" or not site["is_observed"]:
             continue
         check_shape(name, site)
@@ -275,11 +276,12 @@ def valid_observations(trace: Trace) -> dict[tuple[str, str], Array]:
 GRAPH = "adj_matrix"
 
 
-def _graph_faults(law: dist.CAR) -> tuple[Any, Any]:
-    """Return the pairs of areas of which only one is a neighbour of the other, a matrix
-    as sparse as the graph, and the areas without neighbours."""
-    graph: Any = law.adj_matrix
-    if law.is_sparse:
+def _graph_faults(areas: dist.CAR) -> tuple[Any, Any]:
+    """Return two arrays that should be false: whether only one of each pair of areas
+    is a neighbour of the other, (n, n), which is sparse if the graph is, and whether an
+    area has no neighbours, (n,)."""
+    graph: Any = areas.adj_matrix
+    if areas.is_sparse:
         return graph != graph.T, np.asarray((graph != 0).sum(-1)).ravel() == 0
     graph = jnp.asarray(graph)
     return graph != jnp.swapaxes(graph, -1, -2), (graph == 0).all(-1)
