@@ -167,6 +167,7 @@ class PointGuide(AutoDelta):
     while NumPyro's runs it three times without compilation.
 
     :param model: the model.
+    :param key: random key of the first values.
     :param start: a function of a random key that returns the ``substitute_fn`` of a run
         of the model, which gives latents their first values.
     :param call: a function that compiles a function of arrays and calls it.
@@ -178,10 +179,11 @@ class PointGuide(AutoDelta):
         self,
         model: Callable[..., Any],
         *,
+        key: jax.Array,
         start: Callable[[jax.Array], Callable[..., Any]],
         call: Callable[..., Any],
     ) -> None:
-        self._start, self._call = start, call
+        self._key, self._start, self._call = key, start, call
         # Whether starts are other ones for other arguments.
         self.moves = False
         super().__init__(model)
@@ -206,6 +208,18 @@ class PointGuide(AutoDelta):
         finally:
             self._init_locs = fixed
 
+    def set_up(self, args: Any, kwargs: Any) -> dict[str, Any]:
+        """Set the guide up, and return the constraints of its params. A first call
+        would also split keys, each split a program to compile.
+
+        :param args: the model's arguments.
+        :param kwargs: its keyword arguments.
+        """
+        with block():
+            self._setup_prototype(*args, **kwargs)
+        known = self.known()
+        return {f"{k}_{self.prefix}_loc": known[k][1] for k in known}
+
     def known(self) -> dict[str, tuple[Any, Any]]:
         """Starts and supports of the set-up, by site."""
         supports = {k: self.prototype_trace[k]["fn"].support for k in self._init_locs}
@@ -226,7 +240,8 @@ class PointGuide(AutoDelta):
         """Return the model with latents at their first values."""
         seeded = seed(self.model, key)
         started = substitute(seeded, substitute_fn=self._start(key))
-        with block():
+        # Checks of known parameters would be a program for each operation.
+        with block(), numpyro.validation_enabled(is_validate=False):
             return handlers_trace(started).get_trace(*args, **kwargs)
 
     def _whole(self, site: dict[str, Any]) -> Any:
@@ -241,7 +256,6 @@ class PointGuide(AutoDelta):
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         trace: dict[str, Any] = {}
-        key = self._key = numpyro.prng_key()
 
         def first(key: jax.Array) -> Ordered:
             found = self._first(key, args, kwargs)
@@ -249,7 +263,7 @@ class PointGuide(AutoDelta):
             drawn = {k: site for k, site in found.items() if site["type"] == "sample"}
             return Ordered({k: (s["value"], s["fn"]) for k, s in drawn.items()})
 
-        for name, (value, fn) in self._call(first, key).tree.items():
+        for name, (value, fn) in self._call(first, self._key).tree.items():
             trace[name] |= {"value": value, "fn": fn}
         self.prototype_trace = trace
         self._init_locs, self._event_dims = {}, {}

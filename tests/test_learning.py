@@ -25,6 +25,7 @@ from numpyro_gpaug.infer.vi import (
     settling,
     stepper,
 )
+from numpyro_gpaug.infer.vi.lbfgs import Memory
 from numpyro_gpaug.infer.vi.result import ConjugateResult
 from numpyro_gpaug.infer.vi.state import Hyper
 
@@ -119,6 +120,22 @@ def climb(fn, start, evaluations, rounding=0.0, unresolved=0.0):
         if hyper.optim_state.exhausted:
             break
     return np.array(bests), np.array(kept), hyper
+
+
+def test_directions_are_those_of_the_recursion_of_l_bfgs(x64) -> None:
+    """The compact form against optax's loop over pairs, of which only five are kept."""
+    pairs, points = 5, np.random.default_rng(0).normal(size=(8, 4))
+    gradients = -points @ np.diag([1.0, 3.0, 10.0, 0.5]) + 0.1 * np.sin(points)
+    memory, other = Memory.empty(jnp.zeros(4), pairs), optax.scale_by_lbfgs(pairs)
+    state = other.init(jnp.zeros(4))
+    for point, gradient in zip(points, gradients, strict=True):
+        memory = memory.added(jnp.asarray(point), jnp.asarray(gradient))
+        expected, state = other.update(-gradient, state, point)
+        np.testing.assert_allclose(memory.direction(), -expected, rtol=1e-9)
+    # Nothing known: along the gradient.
+    again = memory.forgotten(jnp.array(True)).added(points[0], gradients[0])
+    length = np.linalg.norm(gradients[0])
+    np.testing.assert_allclose(again.direction(), gradients[0] / max(length, 1))
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,9 @@ from numpyro_gpaug.model.structure import (
 )
 from numpyro_gpaug.model.view import ModelView
 
+# The random key of first values: the second half of a split of zeros.
+STARTS = 928981903, 3453687069
+
 
 class ProcessGuide(Displayed):
     """The base class of the guides. A guide finds the structure of the model, passes
@@ -194,16 +197,22 @@ class ProcessGuide(Displayed):
             if self._structure.others:
                 args, kwargs = arguments.merge()  # arrays of JAX's
                 self._other = self._build_other()
-                with handlers.block():
-                    seeded = handlers.trace(handlers.seed(self._other, any_key()))
-                    trace = seeded.get_trace(*args, **kwargs)
-                self._other_constraints = {
-                    name: site["kwargs"].get("constraint", constraints.real)
-                    for name, site in trace.items()
-                    if site["type"] == "param"
-                }
+                self._other_constraints = self._constraints_of_other(args, kwargs)
                 self._note_others(arguments)
         return self
+
+    def _constraints_of_other(self, args: Any, kwargs: Any) -> dict[str, Any]:
+        """Set the other autoguide up, and return the constraints of its params."""
+        if isinstance(self._other, PointGuide):
+            return self._other.set_up(args, kwargs)
+        with handlers.block():
+            seeded = handlers.trace(handlers.seed(self._other, any_key()))
+            trace = seeded.get_trace(*args, **kwargs)
+        return {
+            name: site["kwargs"].get("constraint", constraints.real)
+            for name, site in trace.items()
+            if site["type"] == "param"
+        }
 
     def _note_others(self, arguments: Arguments) -> None:
         """Record which starts and supports of the other latents depend on the values of
@@ -314,7 +323,8 @@ class ProcessGuide(Displayed):
             expose=[*structure.others, *structure.plates],
         )
         if self._other_class is AutoDelta:
-            return PointGuide(fixed, start=MedianStart, call=once)
+            key = any_key(*STARTS)
+            return PointGuide(fixed, key=key, start=MedianStart, call=once)
         return self._other_class(fixed)
 
     def draw_others(self, *args: Any, **kwargs: Any) -> dict[str, Array]:

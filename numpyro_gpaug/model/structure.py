@@ -218,11 +218,11 @@ def fill(fn: Callable[..., Any], values: dict[str, Any]) -> Callable[..., Any]:
     return handlers.substitute(fn, substitute_fn=filled)
 
 
-def any_key() -> Array:
-    """A random key for callers whose result does not depend on it: ``jax.random.key``
-    would compile a program."""
-    zeros: Any = np.zeros(2, np.uint32)
-    return jax.random.wrap_key_data(zeros, impl="threefry2x32")
+def any_key(*numbers: int) -> Array:
+    """A random key that is fixed, from its two numbers (zeros, for callers whose result
+    does not depend on it): ``jax.random.key`` would compile a program."""
+    data: Any = np.array(numbers or (0, 0), np.uint32)
+    return jax.random.wrap_key_data(data, impl="threefry2x32")
 
 
 def run_model(

@@ -174,7 +174,7 @@ class Predictor:
         """
         known = prepared is not None
         if prepared is None:
-            shapes = like or self.shapes(what, arguments, fitted, site, **how)[1]
+            shapes = like or self._prepared_shapes(arguments, fitted)
             # NumPy's: a zero of JAX's would be a program of its own for each shape.
             prepared = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), shapes)
         on_devices = on_mesh(arguments.mesh or mesh_of_latents(fitted))
@@ -255,6 +255,23 @@ class Predictor:
             return answer.tree, ready
 
         return jax.eval_shape(run, arguments.arrays, fitted)
+
+    def _prepared_shapes(self, arguments: Arguments, fitted: Fitted) -> Prepared:
+        """Return the shapes of the quantities that predictions prepare; the prediction
+        itself is not traced for them."""
+        static = arguments.static
+
+        def run(arrays: tuple[Array, ...], fitted: Fitted) -> Prepared:
+            def one(fitted: Fitted, _: None) -> tuple[Ordered, Prepared]:
+                view = self._view(arrays, static, fitted)
+                return Ordered(()), self._prepare(view, fitted)
+
+            return over_members(one, fitted, None)[1]
+
+        return remembered(
+            self._shapes, (fitted.size, arguments.shapes),
+            lambda: jax.eval_shape(run, arguments.arrays, fitted),
+        )  # fmt: skip
 
     @one_thread
     def moments(self, fitted: Fitted) -> dict[str, Moments]:

@@ -413,7 +413,7 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
                             callback(*seen)
         # One that was interrupted is not begun again.
         turns = turns and progress.is_whole
-        if turns and state.lost > LOST and self._turn(state, given):
+        if turns and np.asarray(state.lost) > LOST and self._turn(state, given):
             return None
         self._warn(state, plan, given, start if init_state is None else None)
         # Who fixes all scales has said what they are.

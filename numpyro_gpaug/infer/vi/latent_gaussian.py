@@ -11,7 +11,7 @@ for log-concave likelihoods, and a step is a convex combination of natural param
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, Self
@@ -43,6 +43,11 @@ def share_of_walk(marginals: Any) -> float:
     place are nats."""
     terms = sum(x.size for x in jax.tree.leaves(marginals))
     return min(1.0, (4 + math.sqrt(terms)) / 128)
+
+
+def _zeros(tree: Any) -> Any:
+    """Return zeros in the shapes of a tree."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)
 
 
 class Evaluation(NamedTuple):
@@ -226,20 +231,26 @@ class LatentGaussian:
         """Return the components of an evaluation at ``natural`` without the first
         block, with a bound of minus infinity. Evaluating a latent of the first block
         completes it."""
-        shapes = jax.eval_shape(self.evaluate, natural)
-        empty = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
         first, *others = natural
         if first in self.coupled:
             others = [first, *others]
         # Any numbers will do for the rest, and these need no arrays of their own.
         q = {k: n.stand_in() for k, n in natural.items()}
         q |= {k: natural[k].moments() for k in others}
-        return empty._replace(
-            bound=jnp.full_like(empty.bound, -jnp.inf),
-            moments=q,
-            marginals=empty.marginals | {k: self._marginals(k, q[k]) for k in others},
-            divergences=empty.divergences | {k: self._kl(k, q[k]) for k in others},
-        )
+
+        def parts(names: Iterable[str]) -> tuple[dict[str, Any], dict[str, Array]]:
+            at = {k: self._marginals(k, q[k]) for k in names}
+            return at, {k: self._kl(k, q[k]) for k in names}
+
+        at, kl = _zeros(jax.eval_shape(lambda: parts(natural)))
+        # The likelihood is not traced: derivatives have the shapes of their arguments.
+        direct = split_floats(self.likelihood)[0] if self.learns else ()
+        zero = jnp.zeros((), self.dtype)
+        known_at, known_kl = parts(others)
+        return Evaluation(
+            zero - jnp.inf, zero, zero, q, at | known_at, at, _zeros(direct),
+            kl | known_kl, zero,
+        )  # fmt: skip
 
     def reevaluate(
         self,

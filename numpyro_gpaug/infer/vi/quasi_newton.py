@@ -3,8 +3,8 @@
 
 The collapsed bound is the bound at its optimum over the Gaussian blocks, a function of
 the hyperparameters alone. By the envelope theorem its gradient is the gradient of the
-bound with fixed blocks, except for means, which follow their optimum. The directions
-come from optax. One step of a fit is one evaluation, at the end of the pending update:
+bound with fixed blocks, except for means, which follow their optimum. One step of a fit
+is one evaluation, at the end of the pending update:
 
 - The bound has not risen enough (Armijo): take less of the update, by a parabola
   through the known values.
@@ -35,6 +35,7 @@ from jax import Array, lax
 from numpyro_gpaug.infer.vi.differentiation import raveled
 from numpyro_gpaug.infer.vi.first_order import Ascent
 from numpyro_gpaug.infer.vi.latent_gaussian import Natural, relative_rounding
+from numpyro_gpaug.infer.vi.lbfgs import Memory
 from numpyro_gpaug.infer.vi.state import (
     ConjugateState,
     Hyper,
@@ -47,8 +48,8 @@ from numpyro_gpaug.model.structure import Structure
 # Pairs of points that curvature is known from. With 20 that of a dozen lengthscales is
 # forgotten again: fits took 6 to 14% more evaluations than with all of them. In float32
 # old pairs are of rounding as much, and bounds ended nats lower with them. Of few
-# params three times their number tell all, and each takes two steps of a loop.
-MEMORY, ROUNDED_MEMORY, EACH = 60, 20, 3
+# params three times their number tell all.
+MOST_PAIRS, ROUNDED_PAIRS, EACH = 60, 20, 3
 # Of the rise that the slope promises: what must be had, and how much steeper than the
 # end of a step its start must have been.
 SUFFICIENT, CURVATURE = 1e-4, 0.9
@@ -77,8 +78,7 @@ LARGEST_NOISE = 0.01
 class Search(NamedTuple):
     """State of the search. It belongs to the best values so far.
 
-    :param memory: the state of optax, which contains the last point from which a
-        direction was computed, and minus the gradient there.
+    :param memory: the points from which a direction was computed.
     :param here: the current point, flat; the pending update starts there.
     :param gradient: the gradient of the bound there, flat.
     :param steepest: whether the pending update is along the gradient.
@@ -89,7 +89,7 @@ class Search(NamedTuple):
     :param ascent: the first-order phase before the search; empty if there is none.
     """
 
-    memory: Any
+    memory: Memory
     here: Array
     gradient: Array
     steepest: Array
@@ -107,13 +107,11 @@ def start(values: dict[str, Any], free: int = 0) -> Search:
     :param free: how many of their numbers have no natural scale.
     """
     flat, _ = raveled(values)
-    return _started(flat, Ascent.start(flat, free))
-
-
-def _started(flat: Array, ascent: Ascent | tuple[()]) -> Search:
-    memory, no = _lbfgs(flat).init(flat), jnp.array(False)
-    zero = jnp.zeros((), flat.dtype)
-    return Search(memory, flat, jnp.zeros_like(flat), no, zero, zero, no, ~no, ascent)
+    most = MOST_PAIRS if flat.dtype == jnp.float64 else ROUNDED_PAIRS
+    memory = Memory.empty(flat, min(most, EACH * max(flat.size, 1)))
+    zero, no = jnp.zeros((), flat.dtype), jnp.array(False)
+    ascent = Ascent.start(flat, free)
+    return Search(memory, flat, memory.point, no, zero, zero, no, ~no, ascent)
 
 
 def within(state: Any, num_steps: Any) -> Any:
@@ -199,19 +197,22 @@ def accepted(
     """
     (here, unravel), (gradient, _) = raveled(values), raveled(ascent)
     known: Search = hyper.optim_state
-    fresh = _started(here, known.ascent)
-    search: Search = _either(first | begins(hyper), fresh, known)
-    memory = search.memory
+    anew = jnp.asarray(first | begins(hyper))
+    memory = known.memory.forgotten(anew)
     last = jnp.asarray(hyper.scale * raveled(hyper.update)[0], here.dtype)
-    rises = (last @ gradient) > CURVATURE * -(last @ memory.updates)
+    rises = (last @ gradient) > CURVATURE * (last @ memory.gradient)
     steepest = memory.count == 0
     further = ~steepest & rises
-    direction, next_memory = _direction(gradient, memory, here)
+    added = memory.added(here, gradient)
     longer = last * jnp.minimum(2, FURTHEST / _size(last))
-    update, memory = _either(further, (longer, memory), (direction, next_memory))
-    search = search._replace(
-        memory=memory, here=here, gradient=gradient, steepest=steepest,
-        exhausted=jnp.array(False),
+    update, memory = _either(
+        further, (longer, memory), (_limited(added.direction()), added)
+    )
+    zero = jnp.zeros_like(known.noise)
+    noise, unresolved = _either(anew, (zero, zero), (known.noise, known.unresolved))
+    search = Search(
+        memory, here, gradient, steepest, noise, unresolved,
+        exhausted=jnp.array(False), fresh=known.fresh | anew, ascent=known.ascent,
     )  # fmt: skip
     if isinstance(known.ascent, Ascent):
         up, after = known.ascent.next(gradient, stalled)
@@ -265,10 +266,10 @@ def refused(
     noisy = noisy & (change < largest_noise)
     over = probing & ~noisy
     none = over & search.steepest
-    again = _lbfgs(search.here).init(search.here)
-    steepest, again = _direction(search.gradient, again, search.here)
+    again = search.memory.forgotten(over).added(search.here, search.gradient)
     flat, unravel = raveled(hyper.update)
-    update = jnp.where(none, 0, jnp.where(over, steepest, flat))
+    steepest = search.gradient / jnp.maximum(jnp.linalg.norm(search.gradient), 1)
+    update = jnp.where(none, 0, jnp.where(over, _limited(steepest), flat))
     scale = jnp.where(hopeless | (less < PROBE), PROBE, less)
     search = search._replace(
         memory=_either(over, again, search.memory),
@@ -405,10 +406,9 @@ def warn_of_noise(search: Search, structure: Structure) -> None:
         )
 
 
-def _direction(gradient: Array, memory: Any, here: Array) -> tuple[Array, Any]:
-    """Return the direction of the search, and the memory with this point."""
-    descent, memory = _lbfgs(here).update(-gradient, memory, here)
-    return -descent * jnp.minimum(1, LARGEST / _size(descent)), memory
+def _limited(direction: Array) -> Array:
+    """Return a direction, shortened if it moves a coordinate too far."""
+    return direction * jnp.minimum(1, LARGEST / _size(direction))
 
 
 def _size(update: Array) -> Array:
@@ -416,16 +416,8 @@ def _size(update: Array) -> Array:
 
 
 def _either(which: Array, one: Any, other: Any) -> Any:
-    return jax.tree.map(lambda a, b: jnp.where(which, a, b), one, other)
+    return jax.tree.map(lambda a, b: lax.select(which, a, b), one, other)
 
 
 def _slope(hyper: Hyper) -> Array:
     return hyper.optim_state.gradient @ raveled(hyper.update)[0]
-
-
-def _lbfgs(flat: Array) -> Any:
-    # Imported here: whoever keeps hyperparameters fixed need not wait for it.
-    import optax
-
-    most = MEMORY if flat.dtype == jnp.float64 else ROUNDED_MEMORY
-    return optax.scale_by_lbfgs(memory_size=min(most, EACH * max(flat.size, 1)))

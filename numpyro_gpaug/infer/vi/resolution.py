@@ -88,7 +88,7 @@ def warn_of_lost(nats: Array, natural: Natural, structure: Structure) -> None:
     :param natural: natural parameters of all blocks.
     :param structure: the structure of the model.
     """
-    if nats > LOST:
+    if np.asarray(nats) > LOST:
         figures = {name: displaced(each) for name, each in natural.items()}
         cause = _far
         if 2 * sum(float(x.sum()) for x in figures.values()) < nats:
