@@ -18,16 +18,17 @@ from numpyro_gpaug.likelihoods.expectations import (
     lookup_expectation,
 )
 from numpyro_gpaug.model.arguments import Arguments
-from numpyro_gpaug.model.domains import bounded, missing_link
+from numpyro_gpaug.model.domains import missing_link
 from numpyro_gpaug.model.jaxpr import dependence_tree
-from numpyro_gpaug.model.observations import check_constants, check_shape
+from numpyro_gpaug.model.observations import check_constants
 from numpyro_gpaug.model.structure import (
     Block,
     Observed,
-    Trace,
     conditional_of,
     run_model,
 )
+from numpyro_gpaug.model.survey import Survey
+from numpyro_gpaug.model.whitened import Parts, parts_of
 
 _INSTEAD = {
     "BernoulliProbs": "Bernoulli(logits=f)",
@@ -39,77 +40,48 @@ _INSTEAD = {
 
 
 class Dependencies:
-    """The dependence of each part of a model on each candidate block.
+    """The dependence of each part of a model on the processes and vector normals.
 
     :param model: the model.
     :param arguments: its arguments.
-    :param candidates: blocks.
-    :param inputs: shapes of their function values and sites, by name.
+    :param survey: the survey of the model.
     """
 
     def __init__(
-        self,
-        model: Callable[..., Any],
-        arguments: Arguments,
-        candidates: list[Block],
-        inputs: dict[str, jax.ShapeDtypeStruct],
+        self, model: Callable[..., Any], arguments: Arguments, survey: Survey
     ) -> None:
-        self.processes = {b.name for b in candidates if b.is_process}
-        self.vectors = {b.site: b.name for b in candidates if b.is_process}
+        processes = [b for b in survey.blocks if b.is_process]
+        self.processes = {b.name for b in processes}
+        self.vectors = {b.site: b.name for b in processes}
+        self.correlated = survey.loaded
         self.registered: dict[str, tuple[str, ...]] = {}
         self.classes: dict[str, type] = {}
         self.shared: dict[str, bool] = {}
-        self.correlated: dict[str, bool] = {}
         self.joint: dict[str, bool] = {}
 
-        def parts(values: dict[str, Any]) -> dict[str, Any]:
+        def parts(values: dict[str, Any]) -> tuple[Parts, dict[str, Any]]:
             trace = run_model(model, arguments, jax.random.key(0), values)
             check_constants(trace)
-            return self._parts(trace, candidates, values)
-
-        self.states: dict[str, Any] = dependence_tree(parts, inputs)
-
-    def _parts(
-        self, trace: Trace, candidates: list[Block], values: dict[str, Any]
-    ) -> dict[str, Any]:
-        """Return the parts that may depend on a block: likelihood parameters,
-        densities, others."""
-        carried: dict[str, Any] = {}
-        densities: dict[str, Any] = {}
-        rest: dict[str, Any] = {}
-        bound: dict[str, Any] = {}
-        for name, site in trace.items():
-            if site["type"] == "sample" and site["is_observed"]:
-                check_shape(name, site)
-                base = base_distribution(site["fn"])
-                self.classes[name] = type(base)
-                latents = _latents(type(base))
-                self.registered[name] = latents
-                shared = base.batch_shape == () and site["fn"].batch_shape != ()
-                self.shared[name] = shared
-                carried[name] = {k: getattr(base, k) for k in latents}
-                ranks = [jnp.ndim(parameter) for parameter in carried[name].values()]
-                self.joint[name] = max(ranks, default=0) > len(base.batch_shape)
-                densities[name] = site["fn"].log_prob(site["value"])
-                rest[name] = [
-                    value for k, value in vars(base).items()
-                    if k in (*base.arg_constraints, "family_parameters")
-                    and k not in latents
-                ]  # fmt: skip
-                bound[name] = bounded(base)
-            elif site["type"] == "sample" and name not in values:
-                rest[name] = jax.tree.leaves(site["fn"])
-        for block in candidates:
-            if block.is_process:
+            found = parts_of(trace, (), tuple(survey.observed))
+            for name in survey.observed:
+                self._visit(name, trace[name]["fn"])
+            priors = {k: x for k, x in found.others.items() if k not in values}
+            for block in processes:
                 f = conditional_of(trace, block)
-                rest[block.name] = [
-                    f.mean, f.prior_variance, f.projection, f.gp.loadings,
-                    f.gp.bias,
-                ]  # fmt: skip
-                self.correlated[block.name] = f.gp.loadings is not None
-        return {
-            "carried": carried, "densities": densities, "rest": rest, "bounded": bound
-        }  # fmt: skip
+                gp = f.gp.loadings, f.gp.bias
+                priors[block.name] = f.mean, f.prior_variance, f.projection, gp
+            return found, priors
+
+        self.parts, self.priors = dependence_tree(parts, survey.inputs)
+
+    def _visit(self, name: str, fn: Any) -> None:
+        """Note what the likelihood of an observed site is."""
+        base = base_distribution(fn)
+        latents = _latents(type(base))
+        self.classes[name], self.registered[name] = type(base), latents
+        self.shared[name] = base.batch_shape == () and fn.batch_shape != ()
+        ranks = [jnp.ndim(getattr(base, k)) for k in latents]
+        self.joint[name] = max(ranks, default=0) > len(base.batch_shape)
 
     def refuse_unsupported(self, latents: tuple[str, ...], observed: bool) -> None:
         """Raise for models whose processes enter something other than likelihoods.
@@ -119,22 +91,20 @@ class Dependencies:
             depends on a process is an observation that was not passed in.
         :raises NotConjugateError: naming the two sites.
         """
+        found = self.parts
+        used = jax.tree.leaves((
+            found.densities, found.parameters, found.rest, found.bounded, self.priors
+        ))  # fmt: skip
         for site, name in self.vectors.items():
-            if any(site in leaf.state for leaf in jax.tree.leaves(self.states)):
+            if any(site in leaf.state for leaf in used):
                 raise NotConjugateError(
                     f"the inducing values {site!r} are used directly. Use the "
                     f"function values {name!r}, or fit by MCMC(NUTS(model))"
                 )
         priors = (*self.processes, *(latents if observed else ()))
         for prior in priors:
-            leaves = jax.tree.leaves(self.states["rest"].get(prior, []))
+            leaves = jax.tree.leaves(self.priors.get(prior))
             sources = {n for leaf in leaves for n in leaf.state} & self.processes
-            if sources and prior.endswith("_unobserved"):
-                raise NotConjugateError(
-                    f"obs_mask makes {prior!r} a latent. Mask missing observations "
-                    "by numpyro.handlers.mask(mask=obs_mask) around the site "
-                    "instead"
-                )
             if sources:
                 raise NotConjugateError(
                     f"the distribution of {prior!r} depends on the process "
@@ -146,36 +116,36 @@ class Dependencies:
     def is_likelihood(self, latent: str) -> bool:
         """Whether a latent site is an observation that was not passed in: its own
         distribution depends on a process."""
-        leaves = jax.tree.leaves(self.states["rest"].get(latent, []))
+        leaves = jax.tree.leaves(self.priors.get(latent))
         return any(self.processes & set(leaf.state) for leaf in leaves)
 
-    def is_weight(self, name: str) -> bool:
-        """Whether only likelihood predictors depend on a vector normal, and they are
-        affine in it, so that its update has a closed form."""
-        rest = jax.tree.leaves(self.states["rest"])
-        if any(name in leaf.state for leaf in rest):
+    def is_weight(self, block: Block) -> bool:
+        """Whether a block is a vector normal on which only likelihood predictors
+        depend, and affinely, so that its update has a closed form."""
+        name, rest = block.name, jax.tree.leaves((self.parts.rest, self.priors))
+        if block.is_process or any(name in leaf.state for leaf in rest):
             return False
         reached = False
         for site, latents in self.registered.items():
             for latent in latents:
-                dependence = self.states["carried"][site][latent].state.get(name)
+                dependence = self.parts.parameters[site][latent].state.get(name)
                 reached |= dependence is not None
                 if dependence is not None and not dependence.affine:
                     return False
-            if not latents and name in self.states["densities"][site].state:
+            if not latents and name in self.parts.densities[site].state:
                 return False
         return reached
 
     def in_closed_form(self, weight: str, routes: list[Observed]) -> bool:
         """Whether every observed site of a weight vector has a closed form (nodes
         run over function values only)."""
-        densities = self.states["densities"]
+        densities = self.parts.densities
         reached = [r for r in routes if weight in densities[r.name].state]
         return all(r.route is Route.CLOSED_FORM for r in reached)
 
     def observed(self, name: str, blocks: tuple[Block, ...]) -> Observed:
         """Return an observed site with its route."""
-        density = self.states["densities"][name].state
+        density = self.parts.densities[name].state
         reached = tuple(b.name for b in blocks if b.name in density)
         processes = tuple(n for n in reached if n in self.processes)
         augmented = lookup_augmentation(self.classes[name]) is not None
@@ -202,7 +172,7 @@ class Dependencies:
         else:
             route = Route.MONTE_CARLO
         self._refuse_correlated(name, processes, route)
-        states = [self.states["carried"][name][latent].state for latent in latents]
+        states = [self.parts.parameters[name][latent].state for latent in latents]
         sources = tuple(tuple(b for b in reached if b in state) for state in states)
         return Observed(
             name, latents, sources, route, processes, augmented, log_concave, reason
@@ -213,7 +183,7 @@ class Dependencies:
     ) -> None:
         """Raise if a likelihood depends on several outputs that share latents. Each of
         them is Gaussian with a known variance, but the bound uses no covariances."""
-        correlated = [p for p in processes if self.correlated[p]]
+        correlated = [p for p in processes if p in self.correlated]
         joint = self.joint[name] or route is Route.MONTE_CARLO
         if correlated and joint:
             raise NotConjugateError(
@@ -226,7 +196,7 @@ class Dependencies:
     def _missing_link(self, name: str) -> str | None:
         """Return the message about a parameter that has a domain and is affine in a
         block."""
-        for k, leaf in self.states["bounded"][name].items():
+        for k, leaf in self.parts.bounded[name].items():
             for block, dependence in leaf.state.items():
                 if dependence.affine:
                     return missing_link(name, self.classes[name], k, block)
@@ -239,7 +209,7 @@ class Dependencies:
             cls = self.classes[name].__name__
             instead = _INSTEAD.get(cls, "numpyro_gpaug.Linked(f, link, family)")
             return f"no closed form is registered for {cls} (one is for {instead})"
-        for leaf in jax.tree.leaves(self.states["rest"][name]):
+        for leaf in jax.tree.leaves(self.parts.rest[name]):
             if touched := [r for r in reached if r in leaf.state]:
                 return self._missing_link(name) or (
                     f"a parameter of {self.classes[name].__name__} other than "
@@ -247,7 +217,7 @@ class Dependencies:
                 )
         carriers: dict[str, str] = {}
         for latent in self.registered[name]:
-            state = self.states["carried"][name][latent].state
+            state = self.parts.parameters[name][latent].state
             for block in reached:
                 if block in state and carriers.setdefault(block, latent) != latent:
                     return (

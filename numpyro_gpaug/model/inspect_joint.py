@@ -21,7 +21,6 @@ from numpyro_gpaug.model.forms import Asked, find_form, find_sparse, refuse_larg
 from numpyro_gpaug.model.indices import check_indices, program_of_others
 from numpyro_gpaug.model.joint import JointView
 from numpyro_gpaug.model.joint_reading import Reading
-from numpyro_gpaug.model.joint_survey import Survey
 from numpyro_gpaug.model.latents import (
     GaussianSite,
     Grouping,
@@ -29,6 +28,7 @@ from numpyro_gpaug.model.latents import (
 )
 from numpyro_gpaug.model.loops import refuse_reversed
 from numpyro_gpaug.model.structure import Structure, any_key
+from numpyro_gpaug.model.survey import Survey
 
 
 def inspect_joint(
@@ -62,6 +62,7 @@ def read_joint(
         latent is fixed.
     """
     survey = Survey(model, arguments)
+    survey.refuse(survey.latent)
     size = sum(prod(own.shape) for own in survey.fields.values())
     if purpose.fields and survey.observed and size >= FEWEST_NODES:
         _warn_of_rounding(survey)

@@ -31,11 +31,11 @@ from numpyro_gpaug.model.frontier import (
     single_inputs,
 )
 from numpyro_gpaug.model.jaxpr import called_name, has_other_derivative, source_of
-from numpyro_gpaug.model.joint_survey import Survey
 from numpyro_gpaug.model.latents import GaussianSite
 from numpyro_gpaug.model.observations import check_constants
 from numpyro_gpaug.model.program import Program
 from numpyro_gpaug.model.structure import Observed, run_model
+from numpyro_gpaug.model.survey import Survey
 from numpyro_gpaug.model.whitened import (
     Parts,
     elementwise_expectation,

@@ -3,24 +3,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpyro.distributions as dist
 from jax import Array
 from numpyro.distributions import constraints
 
 from numpyro_gpaug._numpyro import is_scanned
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.gp.conditional import Conditional
+from numpyro_gpaug.gp.markov import MarkovConditional
+from numpyro_gpaug.likelihoods.expectations import base_distribution
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.correlated_data import correlated_axes
 from numpyro_gpaug.model.gaussians import field, whitening
 from numpyro_gpaug.model.latents import GaussianSite
 from numpyro_gpaug.model.observations import unobserved_error
 from numpyro_gpaug.model.plates import trace_plates, with_whole_sizes
-from numpyro_gpaug.model.structure import Trace, is_improper, run_model
+from numpyro_gpaug.model.structure import Block, Trace, is_improper, run_model
 
 IMPROPER = (
     "its prior is flat. With a wide one, such as dist.Normal(0, 100), it would be "
@@ -36,14 +39,16 @@ class Survey:
     Gaussian and those candidates that are ``scanned``, how many axes of observed sites
     are ``correlated``, latents that are ``held`` (fixed at a point estimate) and why,
     ``plates``, ``constraints`` of params, ``shapes`` of values and of ``functions``,
-    ``fields`` (the coordinates of candidates with a sparse precision),
+    ``fields`` (the coordinates of candidates with a sparse precision), ``blocks`` (the
+    processes and the vector normals) with the shapes of their ``inputs``, processes
+    that are ``chains``, inducing values of processes that are ``uncalled``, latents
+    that are ``discrete``,
     ``loaded`` processes, whose outputs share latents, the plates that sites are
     ``inside`` of, and the ``dtype`` of the Gaussian.
 
     :param model: a NumPyro model.
     :param arguments: its arguments.
     :param data: names of observed sites, where they are not observed.
-    :raises NotConjugateError: for latents that no guide supports.
     """
 
     def __init__(
@@ -65,6 +70,11 @@ class Survey:
         self.loaded: set[str] = set()
         self.scanned: list[str] = []
         self.inside: dict[str, set[str]] = {}
+        self.blocks: list[Block] = []
+        self.inputs: dict[str, jax.ShapeDtypeStruct] = {}
+        self.chains: list[str] = []
+        self.uncalled: list[str] = []
+        self.discrete: list[str] = []
         dtypes: list[Any] = []
 
         def abstract(arrays: tuple[Array, ...]) -> Trace:
@@ -77,6 +87,28 @@ class Survey:
 
         self.plates = trace_plates(abstract, arguments)
         self.dtype = jnp.result_type(*dtypes) if dtypes else jnp.result_type(float)
+
+    def refuse(self, latents: Iterable[str]) -> None:
+        """Raise for latents that no guide supports.
+
+        :param latents: names of latent sites.
+        :raises NotConjugateError: for discrete latents, and data that are missing.
+        :raises ValueError: for a discrete latent of a model that observes nothing.
+        """
+        for name in latents:
+            if name.endswith("_unobserved"):
+                raise NotConjugateError(
+                    f"obs_mask makes {name!r} a latent. Mask missing observations by "
+                    "numpyro.handlers.mask(mask=obs_mask) around the site instead"
+                )
+            if name in self.discrete and not self.observed:
+                raise unobserved_error([name])
+            if name in self.discrete:
+                raise NotConjugateError(
+                    f"the latent site {name!r} is discrete. If it is data, pass the "
+                    "model its values (obs=...). Otherwise sum it out (a mixture "
+                    "likelihood), or sample the model by MCMC"
+                )
 
     def _is_data(self, site: dict[str, Any]) -> bool:
         return site.get("is_observed", False) or site["name"] in self._data
@@ -101,7 +133,11 @@ class Survey:
 
     def _visit(self, trace: Trace, arrays: tuple[Array, ...]) -> None:
         rows = self._row_plates(trace, arrays)
-        observes = any(self._is_data(s) for s in trace.values() if "fn" in s)
+        called = {
+            f"{name}.v": name
+            for name, site in trace.items()
+            if isinstance(site.get("fn"), Conditional)
+        }
         for name, site in trace.items():
             if site["type"] == "param":
                 constraint = site["kwargs"].get("constraint", constraints.real)
@@ -114,13 +150,32 @@ class Survey:
                     self.correlated[name] = correlated_axes(site["fn"])
                 else:
                     self.latent.append(name)
-                    _refuse(site, observes)
+                    self._visit_block(name, site, called)
                     self._visit_latent(name, site, rows)
             elif isinstance(site.get("fn"), Conditional):
                 f = site["fn"]
                 self.functions[name] = jax.ShapeDtypeStruct(f.shape, f.dtype)
                 if f.outputs.loadings is not None:
                     self.loaded.add(name)
+                if isinstance(f, MarkovConditional):
+                    self.chains.append(name)
+        for name in (n for b in self.blocks for n in (b.name, b.site)):
+            value = trace[name]["value"]
+            self.inputs[name] = jax.ShapeDtypeStruct(value.shape, value.dtype)
+
+    def _visit_block(
+        self, name: str, site: dict[str, Any], called: dict[str, str]
+    ) -> None:
+        """Note a latent that may have a Gaussian of its own.
+
+        :param called: names of the processes that are called, by site.
+        """
+        if site["fn"].is_discrete:
+            self.discrete.append(name)
+        if name not in called and name == f"{site['infer'].get('process')}.v":
+            self.uncalled.append(name)
+        elif name in called or _is_vector_normal(site):
+            self.blocks.append(_block(called.get(name, name), name, site))
 
     def _visit_latent(self, name: str, site: dict[str, Any], rows: set[str]) -> None:
         """Classify a latent site: Gaussian, fixed at a point estimate, or other.
@@ -146,23 +201,17 @@ class Survey:
             self.fields[name] = own.untraced
 
 
-def _refuse(site: dict[str, Any], observes: bool) -> None:
-    """Raise for a latent that no guide supports.
+def _block(name: str, site: str, message: dict[str, Any]) -> Block:
+    value = message["value"]
+    # The dtype of the prior, not of the draw, which NumPyro makes in the default dtype;
+    # but Normal(0, 1) has integer parameters.
+    dtype = jnp.result_type(base_distribution(message["fn"]).loc)
+    floating = jnp.issubdtype(dtype, jnp.floating)
+    return Block(name, site, value.shape, dtype if floating else value.dtype)
 
-    :param site: its message.
-    :param observes: whether the model observes anything.
-    """
-    name = site["name"]
-    if name.endswith("_unobserved"):
-        raise NotConjugateError(
-            f"obs_mask makes {name!r} a latent. Mask missing observations by "
-            "numpyro.handlers.mask(mask=obs_mask) around the site instead"
-        )
-    if site["fn"].is_discrete:
-        if not observes:
-            raise unobserved_error([name])
-        raise NotConjugateError(
-            f"the latent site {name!r} is discrete. If it is data, pass the model "
-            "its values (obs=...). Otherwise sum it out (a mixture likelihood), or "
-            "sample the model by MCMC"
-        )
+
+def _is_vector_normal(site: dict[str, Any]) -> bool:
+    fn = site["fn"]
+    vector = len(fn.event_shape) == 1 and fn.batch_shape == ()
+    plain = isinstance(base_distribution(fn), dist.Normal)
+    return vector and plain and not site["cond_indep_stack"]
