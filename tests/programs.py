@@ -32,7 +32,7 @@ import numpyro.distributions as dist
 from jax import Array, lax
 
 import numpyro_gpaug as gpaug
-from numpyro_gpaug.predict.joint import MOST_ERROR
+from numpyro_gpaug.predict.posterior import MOST_ERROR
 from tests.conftest import enable_x64
 
 # A bound that is off by so many nats is wrong: of normal data, and of all others, for

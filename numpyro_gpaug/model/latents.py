@@ -106,6 +106,12 @@ class JointStructure(Structure):
     process_names: tuple[str, ...] = ()
     fields: tuple[str, ...] = ()
 
+    joint = True
+
+    @property
+    def weights(self) -> tuple[Block, ...]:
+        return ()
+
     @property
     def zeros(self) -> dict[str, Array]:
         return {s.name: jnp.zeros(s.value_shape, self.dtype) for s in self.sites}

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -117,6 +117,9 @@ class Structure:
     functions: dict[str, jax.ShapeDtypeStruct]
     constraints: dict[str, Any]
     gaussian_others: tuple[str, ...] = ()
+
+    #: Whether one Gaussian has all latents.
+    joint: ClassVar[bool] = False
 
     @property
     def processes(self) -> tuple[Block, ...]:

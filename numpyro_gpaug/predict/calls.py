@@ -17,7 +17,6 @@ from numpyro_gpaug.model.calls import check_count
 from numpyro_gpaug.model.costs import MAX_DENSE
 from numpyro_gpaug.predict.added_rows import without_added
 from numpyro_gpaug.predict.arguments import FitArguments, joined_rows
-from numpyro_gpaug.predict.joint import JointPredictor
 from numpyro_gpaug.predict.mixture import Fitted
 from numpyro_gpaug.predict.predictor import Predictor, Prepared, is_traced
 
@@ -101,7 +100,7 @@ class Calls:
 
     def _at_once(self, what: str, arguments: Arguments, site: str, **how: Any) -> Any:
         """Predict these rows."""
-        if isinstance(self._predictor, JointPredictor) and not is_traced(arguments):
+        if not is_traced(arguments):
             how["grouped"] = self._predictor.check(
                 arguments, self._fitted, self.marks, site
             )
@@ -151,7 +150,7 @@ class Calls:
         pairs = zip(arguments.arrays, by_row, strict=True)
         rows = next((len(a) for a, flag in pairs if flag), 0)
         size = batch_size if rows > SMALL_BATCH else min(batch_size, SMALL_BATCH)
-        joint = isinstance(self._predictor, JointPredictor)
+        joint = self._predictor.structure.joint
         # Rows may be members of a latent, which then are no others; those on several
         # devices stay there. A number of rows that is passed in may be a plate's size.
         at_once = (

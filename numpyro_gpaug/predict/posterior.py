@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from functools import wraps
 from os import PathLike
@@ -29,13 +30,9 @@ from numpyro_gpaug.model.observations import check_observations
 from numpyro_gpaug.model.structure import Structure, remembered
 from numpyro_gpaug.predict.arguments import FitArguments
 from numpyro_gpaug.predict.calls import Calls
-from numpyro_gpaug.predict.joint import (
-    predictor_for,
-    warn_of_quadrature,
-)
 from numpyro_gpaug.predict.left_out import check_left_out
 from numpyro_gpaug.predict.mixture import Fitted, FunctionValues
-from numpyro_gpaug.predict.predictor import Predictor, is_traced
+from numpyro_gpaug.predict.predictor import Predictor, is_traced, predictor_for
 from numpyro_gpaug.predict.saved import SavedFit, read_fit, write_fit
 from numpyro_gpaug.predict.summary import SiteMoments, printed, table
 
@@ -43,6 +40,8 @@ if TYPE_CHECKING:
     import pandas
 
 BATCH_SIZE = 1024
+# Of an expectation by quadrature, in nats per datum.
+MOST_ERROR = 1e-3
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -216,7 +215,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         made = cls(predictor, fitted, given)
         known = predictor.sites(arguments, fitted)
         made._sites, made._calls.marks, made._rule_errors = known
-        warn_of_quadrature(made._rule_errors)
+        _warn_of_quadrature(made._rule_errors)
         return made
 
     @property
@@ -333,7 +332,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
                 )
             raise KeyError(
                 f"{site!r} is not among the Gaussian latents "
-                f"{[*self._sites, *weights]}; {self._predictor.of_other_sites()}"
+                f"{[*self._sites, *weights]}; {self._predictor.other_sites()}"
             )
         return weights[site]
 
@@ -382,11 +381,11 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         :param batch_size: rows per block.
         :param kwargs: the model's keyword arguments, where they differ from the fit's.
         """
-        block = self._predictor.block(site)
+        name = self._predictor.named(site)
         called = self._calls.unobserved(args, kwargs)
         if full_covariance:
-            return self._calls("joint", called[0], block.name)
-        return self._calls.stream("f", called, block.name, batch_size)
+            return self._calls("joint", called[0], name)
+        return self._calls.stream("f", called, name, batch_size)
 
     @_as_fitted
     def predict_y(
@@ -494,9 +493,9 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         :return: ``sample_shape + (N,)`` or ``sample_shape + (N, C)``.
         """
         check_key(key)
-        block = self._predictor.block(site)
+        name = self._predictor.named(site)
         arguments, _ = self._calls.unobserved(args, kwargs)
-        draws = self._calls.draws(arguments, block.name, key, math.prod(sample_shape))
+        draws = self._calls.draws(arguments, name, key, math.prod(sample_shape))
         return draws.reshape(*sample_shape, *draws.shape[1:])
 
     def _display(self) -> tuple[str, Rows]:
@@ -554,3 +553,20 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         loaded._sites, loaded._calls.marks = found.sites, found.marks
         loaded._rule_errors = found.rule_errors
         return loaded
+
+
+def _warn_of_quadrature(errors: dict[str, float]) -> None:
+    """Warn about expectations that quadrature does not resolve.
+
+    :param errors: their errors by observed site, in nats per observation.
+    """
+    for site, error in errors.items():
+        if error > MOST_ERROR:
+            warnings.warn(
+                f"the expectations of {site!r} are off by about {error:.1g} nats "
+                "per datum. Its log-density has a kink, or changes within much "
+                "less than a predictor's posterior standard deviation, which "
+                "Gauss-Hermite quadrature does not resolve. "
+                "MCMC(EllipticalSlice(model)) draws from the exact posterior",
+                stacklevel=5,
+            )

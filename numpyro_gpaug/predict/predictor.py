@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, NamedTuple
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,51 +14,37 @@ import numpy as np
 import numpyro.distributions as dist
 from jax import Array, lax, random
 from numpyro import handlers
-from numpyro.distributions import Distribution
 
 from numpyro_gpaug._numpyro import Ordered, one_thread, whole_plates
 from numpyro_gpaug.distributions.expanded import expanded
 from numpyro_gpaug.errors import CholeskyError, NotConjugateError
-from numpyro_gpaug.gaussians.base import Marginals
 from numpyro_gpaug.gaussians.dense import Moments
-from numpyro_gpaug.gp.conditional import Conditional
+from numpyro_gpaug.gp.markov import numbers_of, times_of
 from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.guides.function_posterior import Fit
-from numpyro_gpaug.likelihoods.expectations import (
-    Route,
-    base_distribution,
-    predictive,
-    through_wrappers,
-)
+from numpyro_gpaug.likelihoods.expectations import Route
 from numpyro_gpaug.math.arrays import in_dtype_of
 from numpyro_gpaug.math.compiling import few
 from numpyro_gpaug.math.sharding import mesh_of_latents, on_mesh
 from numpyro_gpaug.math.threads import threads_for
+from numpyro_gpaug.model.affine import ROUNDING, check_groups
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.closures import Version, watched
-from numpyro_gpaug.model.inspect import structure_at
-from numpyro_gpaug.model.observations import check_shape
+from numpyro_gpaug.model.jaxpr import dependence_tree
+from numpyro_gpaug.model.latents import JOINT
 from numpyro_gpaug.model.padding import Padding, family_of
-from numpyro_gpaug.model.predictors import of_site
-from numpyro_gpaug.model.sources import Sources, sources
+from numpyro_gpaug.model.sources import Sources, names_of_arrays, sources
 from numpyro_gpaug.model.structure import (
-    Block,
+    MAX_SHAPES,
     Observed,
     Structure,
     flat_functions,
     remembered,
     run_model,
 )
-from numpyro_gpaug.model.view import ModelView
-from numpyro_gpaug.predict.added_rows import joint_draws
-from numpyro_gpaug.predict.left_out import left_out
-from numpyro_gpaug.predict.mixture import (
-    Fitted,
-    FunctionValues,
-    mixed,
-    over_members,
-)
-from numpyro_gpaug.predict.summary import SiteMoments
+from numpyro_gpaug.predict.answers import Answers, JointAnswers, one_of
+from numpyro_gpaug.predict.mixture import Fitted, averaged, mixed, over_members
+from numpyro_gpaug.predict.summary import MAX_JOINT, SiteMoments
 
 
 class Prepared(NamedTuple):
@@ -92,19 +79,14 @@ class Predictor:
         self.known: Structure | None = None
         self.function_posterior = guide.function_posterior
         self._moments = guide.moments
-        self._kinds: dict[str, Callable[..., Any]] = {
-            "f": self._f, "joint": self._joint, "y": self._y,
-            "log_prob": self._log_prob, "draws": self._draws,
-            "left_out": self._left_out,
-        }  # fmt: skip
+        kind = JointAnswers if structure.joint else Answers
+        self._answers = kind(structure, guide.function_posterior)
+        self.named, self.observed = self._answers.named, self._answers.observed
+        self.other_sites = self._answers.other_sites
         static = "what", "static", "site", "num", "grouped", "unpadded"
         self._compiled = few(self._answer, static_argnames=static)
-        # By the shapes of the arguments.
-        self._shapes: dict[Any, Any] = {}
-        self._structures: dict[Any, Structure] = {}
-        self._sources: dict[Any, Sources] = {}
-        # By what they have in common but for the number of rows: for one number.
-        self._fewer: dict[Any, tuple[int, Any]] = {}
+        # Programs and what was found by tracing, by kind and shapes of arguments.
+        self._cache: dict[Any, Any] = {}
         names = tuple(site.name for site in structure.observed)
         self._padding = Padding(self._without_data(), names)
 
@@ -123,14 +105,9 @@ class Predictor:
         """Whether the model is unchanged."""
         return self._watch.version() == self._version
 
-    def of_other_sites(self) -> str:
-        """Explain, for a message, how to predict a site that is not a weight vector."""
-        processes = [*self.structure.process_names]
-        return (
-            f"predict_f(..., site=...) predicts the processes {processes}, "
-            "numpyro.infer.Predictive(model, guide=guide, params=result.params, "
-            "num_samples=...) draws every site"
-        )
+    def _cached(self, kind: str, key: Any, made: Callable[[], Any]) -> Any:
+        """Return what is known about a key, which is made if necessary."""
+        return remembered(self._cache, (kind, key), made, 8 * MAX_SHAPES)
 
     def sources(
         self, arguments: Arguments, structure: Structure, values: dict[str, Any]
@@ -146,7 +123,7 @@ class Predictor:
         def found() -> Sources:
             return sources(self.model, *arguments.merge(), structure, values)
 
-        return remembered(self._sources, arguments.shapes, found)
+        return self._cached("sources", arguments.shapes, found)
 
     @one_thread
     def __call__(
@@ -193,8 +170,8 @@ class Predictor:
                         f"the kernel matrix of {name!r} did not factorise"
                     )
         if not is_traced(arguments) and arguments.static[-1] is None:
-            remembered(
-                self._fewer, _kind(what, arguments, fitted, site, how),
+            self._cached(
+                "fewer", _kind(what, arguments, fitted, site, how),
                 lambda: (arguments.num_rows, _shapes(ordered.tree)),
             )  # fmt: skip
         return ordered.tree, prepared
@@ -225,14 +202,14 @@ class Predictor:
             :meth:`__call__`.
         """
         key = _kind(what, arguments, fitted, site, how)
-        if self._fewer.get(key, (0,))[0] == padded.num_rows:
-            self._fewer.pop(key)
+        if self._cache.get(("fewer", key), (0,))[0] == padded.num_rows:
+            self._cache.pop(("fewer", key))
 
         def found() -> tuple[int, Any]:
             shapes, _ = self._shapes_of(what, arguments, fitted, site, **how)
             return arguments.num_rows, shapes
 
-        return remembered(self._fewer, key, found)[1]
+        return self._cached("fewer", key, found)[1]
 
     @one_thread
     def shapes(
@@ -240,8 +217,8 @@ class Predictor:
     ) -> Any:
         """Return the shapes of the result of :meth:`__call__`, found without
         arithmetic; the model is traced once for the shapes of its arguments."""
-        return remembered(
-            self._shapes, (what, site, fitted.size, arguments.shapes),
+        return self._cached(
+            "shapes", (what, site, fitted.size, arguments.shapes),
             lambda: self._shapes_of(what, arguments, fitted, site, **how),
         )  # fmt: skip
 
@@ -289,6 +266,7 @@ class Predictor:
         key, values = random.key(0), fitted.first.values
         run_model(flat_functions(self._without_data()), arguments, key, values)
 
+    @one_thread
     def weighing(self, arguments: Arguments, fitted: Fitted) -> tuple[str, ...] | None:
         """Return the names of the arguments on which the weights of latents in
         predictors depend; ``None`` if they are not known.
@@ -296,7 +274,21 @@ class Predictor:
         :param arguments: the model's arguments.
         :param fitted: the fitted quantities.
         """
-        return None
+        if not self.structure.joint:
+            return None
+        static = arguments.static
+
+        def slopes(arrays: dict[str, Array]) -> Array:
+            given = tuple(arrays[str(i)] for i in range(len(arrays)))
+            return self._view(given, static, fitted.first).slopes()
+
+        def found() -> tuple[str, ...]:
+            arrays = {str(i): x for i, x in enumerate(arguments.arrays)}
+            used = dependence_tree(slopes, arrays).state
+            names = names_of_arrays(self.model, *arguments.merge())
+            return tuple(names[int(i)] for i in used)
+
+        return self._cached("weighing", arguments.shapes, found)
 
     def weights(self, fitted: Fitted) -> dict[str, dist.MultivariateNormal]:
         """Return posteriors of the plain Gaussian weight vectors, by site.
@@ -312,35 +304,176 @@ class Predictor:
             )
         return found
 
+    @one_thread
     def completed(self, arguments: Arguments, fitted: Fitted) -> Fitted:
-        """Return the fitted quantities with what predictions need of the inputs of the
-        fit; here this is nothing.
+        """Return the fitted quantities with the times of chains of states.
 
         :param arguments: the model's arguments at the fit.
         :param fitted: the fitted quantities.
         """
-        return fitted
+        names = {times_of(name) for name in self.structure.process_names}
+        if not (names and self.structure.joint):
+            return fitted
+        static = arguments.static  # the program outlives the arrays
 
+        def times(arrays: Any, values: dict[str, Any]) -> dict[str, Array]:
+            flat = flat_functions(self._without_data())
+            given = Arguments(arrays, static)
+            trace = run_model(flat, given, random.key(0), values)
+            return {k: site["value"] for k, site in trace.items() if k in names}
+
+        program = self._cached("times", arguments.shapes, lambda: few(times))
+        found = program(arguments.arrays, fitted.first.values)
+        return fitted._replace(values={**fitted.values, **found})
+
+    @one_thread
+    def check(
+        self, arguments: Arguments, fitted: Fitted, marks: dict[str, Array], site: str
+    ) -> bool:
+        """Raise for group codes that the model does not have (JAX would silently use
+        the last group), for values of a latent that differ from the fit's, and for
+        latents that are too many for one matrix and depend on several groups.
+
+        :param arguments: the model's arguments.
+        :param fitted: the fitted quantities; for a mixture the first member is checked.
+        :param marks: the checksum of the factors of the fit, from :meth:`sites`.
+        :param site: the site to predict.
+        :return: whether to predict by groups: there are many rows, and each of them
+            depends on one group.
+        """
+        if not self.structure.joint:
+            return False
+        static = arguments.static  # the program outlives the arrays
+
+        def checks(arrays: Any, fitted: Fitted) -> Any:
+            view = self._view(arrays, static, fitted)
+            gathers = view.gathers()
+            indexed[:] = [gather for gather, _ in gathers]
+            reached = [extremes for _, extremes in gathers]
+            return reached, view.marks(), view.misfits_of(site)
+
+        indexed: list[Any] = []
+        program = self._cached(
+            "checks", (arguments.shapes, site), lambda: (few(checks), indexed)
+        )
+        reached, here, (needed, whole) = program[0](arguments.arrays, fitted.first)
+        check_groups(needed, f"values of {site!r}")
+        for gather, extremes in zip(program[1], reached, strict=True):
+            if wrong := gather.bad(extremes):
+                raise ValueError(
+                    f"{wrong}. A new group needs a plate with more members, and a step "
+                    "beyond the last one a longer series. Make the size a keyword "
+                    "argument of the model, and pass it here"
+                )
+        for name, mark in here.items():
+            if not np.allclose(mark, marks[name], rtol=1e-3, atol=1e-5):
+                if arguments.static[-1] is not None:
+                    # It may depend on the rows.
+                    return self.check(arguments.counted(), fitted, marks, site)
+                raise NotConjugateError(
+                    f"the covariance of {name!r} differs from the fit, which does "
+                    "not determine its values elsewhere. Pass the graph, mesh or "
+                    "points of the fit, or predict a process: "
+                    f'gpaug.GaussianProcess("{name}", kernel, inducing)(X) can be '
+                    "predicted at any X"
+                )
+        return float(whole) < ROUNDING
+
+    def _known_at(self, arguments: Arguments) -> Callable[[Any, Fitted], Any]:
+        """Compute what :meth:`sites` compiles, a pure function of arrays and of the
+        fit: moments of all Gaussian sites, a checksum of their factors, and quadrature
+        errors."""
+        static = arguments.static  # the program outlives the arrays
+
+        def sites(
+            arrays: Any, fitted: Fitted
+        ) -> tuple[dict[str, SiteMoments], Any, Any]:
+            view = self._view(arrays, static, fitted)
+            q = self._moments(fitted.own)[JOINT]
+            found = {s.name: _site(view, s.name, q) for s in view.structure.sites}
+            return found, view, q
+
+        def known(arrays: Any, fitted: Fitted) -> Any:
+            first, view, q = sites(arrays, fitted.first)
+            marks, errors = view.marks(), view.rule_errors(q)
+            if fitted.members is None:
+                return first, marks, errors
+            weights = jnp.exp(fitted.members.log_weights)
+            means = {k: x.mean for k, x in first.items()}
+
+            def about(fitted: Fitted) -> dict[str, SiteMoments]:
+                each, *_ = sites(arrays, fitted)
+                return {k: x.about(means[k]) for k, x in each.items()}
+
+            total = averaged(about, fitted, weights)
+            return {k: x.centred(means[k]) for k, x in total.items()}, marks, errors
+
+        return known
+
+    @one_thread
     def sites(
         self, arguments: Arguments, fitted: Fitted
     ) -> tuple[dict[str, SiteMoments], dict[str, Array], dict[str, float]]:
-        """Return information about jointly Gaussian latents; here there are none.
+        """Return posteriors of all Gaussian sites at the arguments of the fit, a
+        checksum of their factors, and quadrature errors by observed site. For a mixture
+        the last two belong to its first member.
 
-        :param arguments: the model's arguments at the fit.
+        :param arguments: the model's arguments.
         :param fitted: the fitted quantities.
         """
-        return {}, {}, {}
+        if not self.structure.joint:
+            return {}, {}, {}
+        program = self._cached(
+            "sites", arguments.shapes, lambda: few(self._known_at(arguments))
+        )
+        with threads_for(self.structure.largest):
+            found = program(arguments.arrays, fitted)
+            # All results of a program are there at once.
+            jax.block_until_ready(jax.tree.leaves(found)[:1])
+        at, marks, errors = found
+        # Inducing values are whitened: predict_f has the process.
+        hidden = {x for k in self.structure.functions for x in numbers_of(k)}
+        names = [s.name for s in self.structure.sites if s.name not in hidden]
+        shown = {k: SiteMoments(*at[k]) for k in names}
+        lost = {name: float(x) for name, x in errors.items()}
+        flat = {k: x.mean for k, x in shown.items() if _is_small_vector(x.mean)}
+        known = cache(partial(self.covariances, arguments, fitted, flat))
+        for k in flat:
+            one = partial(lambda k: known()[k], k)
+            shown[k] = shown[k]._replace(covariance=one)
+        return shown, marks, lost
 
-    def block(self, site: str | None) -> Block:
-        """Return the Gaussian process with this name, or the only one for ``None``."""
-        return _one_of(self.structure.processes, site, "Gaussian process")
+    @one_thread
+    def covariances(
+        self, arguments: Arguments, fitted: Fitted, means: dict[str, Array]
+    ) -> dict[str, Array]:
+        """Return the covariances of Gaussian sites.
 
-    def observed(self, site: str | None) -> Observed:
-        """Return the observed site with this name, or for ``None`` the only one that
-        depends on latents (``handlers.condition`` turns latent sites into observed
-        ones)."""
-        found = [s for s in self.structure.observed if s.route is not Route.CONSTANT]
-        return _one_of(found, site, "observed site")
+        :param arguments: the model's arguments.
+        :param fitted: the fitted quantities.
+        :param means: means of the sites in the mixture.
+        """
+        static = arguments.static  # the program outlives the arrays
+
+        def covariances(arrays: Any, fitted: Fitted, means: dict[str, Array]) -> Any:
+            def of_one(fitted: Fitted) -> dict[str, Array]:
+                view = self._view(arrays, static, fitted)
+                q, found = self._moments(fitted.own)[JOINT], {}
+                for k, mean in means.items():
+                    map_ = view.affine(k).matrices
+                    shift = map_(q.mean)[0] - mean
+                    found[k] = map_.covariance(q)[0] + jnp.outer(shift, shift)
+                return found
+
+            if fitted.members is None:
+                return of_one(fitted)
+            return averaged(of_one, fitted, jnp.exp(fitted.members.log_weights))
+
+        program = self._cached(
+            "covariances", arguments.shapes, lambda: few(covariances)
+        )
+        with threads_for(self.structure.largest), self.running():
+            return jax.block_until_ready(program(arguments.arrays, fitted, means))
 
     def predicted(self, site: str | None) -> Observed:
         """Return the observed site whose new observations are predicted: like
@@ -357,7 +490,7 @@ class Predictor:
                 "distribution of new observations. predict_f predicts the "
                 "predictor, and log_prob returns the density of held-out data"
             )
-        return _one_of(drawn, site, "observed site")
+        return one_of(drawn, site, "observed site")
 
     # -- what is compiled ------------------------------------------------------------
 
@@ -390,7 +523,8 @@ class Predictor:
             else:
                 ready = lax.cond(known, lambda: prepared, prepare)
             fit = Fit(fitted.values, *ready)
-            return Ordered(self._kinds[what](view, fit, site, **how)), ready
+            answer = getattr(self._answers, what)
+            return Ordered(answer(view, fit, site, **how)), ready
 
         answer, ready = over_members(one, fitted, prepared)
         if fitted.members is not None:
@@ -401,17 +535,9 @@ class Predictor:
             answer = Ordered(expanded(answer.tree, shapes[-1]))
         return answer, ready
 
-    def _prepare(self, view: ModelView, fitted: Fitted) -> Prepared:
+    def _prepare(self, view: Any, fitted: Fitted) -> Prepared:
         factors = self.function_posterior.factors(view)
         return Prepared(self._moments(fitted.own), factors)
-
-    # How the guide sees the model, and its structure at other arguments.
-    _seen: ClassVar[Any] = ModelView
-    _structure_at: ClassVar[Any] = staticmethod(structure_at)
-
-    def _stand_in(self, message: dict[str, Any]) -> Array:
-        """Return a value for a site that is not observed here."""
-        return jnp.zeros(message["fn"].shape())
 
     def _without_data(self) -> Callable[..., Any]:
         """Return the model with values for sites that are not observed here."""
@@ -420,7 +546,8 @@ class Predictor:
         def unobserved(message: dict[str, Any]) -> Array | None:
             drawn = message["type"] == "sample" and not message["is_observed"]
             if drawn and message["name"] in names:
-                return self._stand_in(message)
+                fn = message["fn"]
+                return fn.support.feasible_like(jnp.zeros(fn.shape()))
             return None
 
         whole: Any = whole_plates(self.model)
@@ -429,117 +556,15 @@ class Predictor:
     def _view(
         self, arrays: Any, static: Any, fitted: Fitted, *, grouped: bool = False
     ) -> Any:
-        # Of groups only latents that are held jointly are.
         model = self._without_data()
         arguments = Arguments(arrays, static)
-        here = remembered(
-            self._structures, arguments.shapes,
-            lambda: self._structure_at(model, self.structure, arguments),
+        here = self._cached(
+            "structure", arguments.shapes,
+            lambda: self._answers.structure_at(model, arguments),
         )  # fmt: skip
-        return self._seen(here, model, arguments, fitted.values, random.key(0))
-
-    def _f(self, view: ModelView, fit: Fit, site: str) -> FunctionValues:
-        outputs = view.conditional(self.block(site)).outputs
-        mean, variance = self.function_posterior.marginals(view, fit)[site]
-        return FunctionValues(outputs(mean), outputs.variances(variance))
-
-    def _joint(self, view: ModelView, fit: Fit, site: str) -> FunctionValues:
-        f, (mean, covariance) = self._latents(view, fit, site)
-        return FunctionValues(f.outputs(mean), f.outputs.covariances(covariance))
-
-    def _draws(
-        self,
-        view: ModelView,
-        fit: Fit,
-        site: str,
-        key: Array,
-        num: int,
-        unpadded: tuple[int, ...] | None = None,
-    ) -> tuple[Array, Array]:
-        """Return joint draws, and whether the covariance factorised.
-
-        :param view: the model at new inputs.
-        :param fit: the fitted quantities.
-        :param site: the site to draw.
-        :param key: random key.
-        :param num: number of draws.
-        :param unpadded: if rows were added, the shape of a draw for another number of
-            rows.
-        """
-        f, (mean, covariance) = self._latents(view, fit, site)
-        rows = () if unpadded is None else (mean.ndim - 1,)
-        count = view.arguments.arrays[-1] if rows else None
-        scale = f.prior_variance.mean(-1)
-        draws, factorised = joint_draws(key, num, mean, covariance, scale, rows, count)
-        return jax.vmap(f.outputs)(draws), factorised
-
-    def _latents(
-        self, view: ModelView, fit: Fit, site: str
-    ) -> tuple[Conditional, FunctionValues]:
-        block = self.block(site)
-        f = view.conditional(block)
-        measure = self.function_posterior.measure(f, fit, block)
-        mean = f.select(measure.mean(f.X))
-        return f, FunctionValues(mean, f.select(measure.kernel(f.X, f.X)))
-
-    def _y(self, view: ModelView, fit: Fit, site: str) -> Distribution:
-        return self._predictive(view, fit, site)[0]
-
-    def _left_out(self, view: ModelView, fit: Fit, site: str) -> Distribution:
-        check_observed(site, view.message(site), "leave_one_out")
-        at = left_out(self.function_posterior, view, fit)
-        return self._predictive_at(at, view, site)[0]
-
-    def _log_prob(self, view: ModelView, fit: Fit, site: str) -> Array:
-        fn, message = self._predictive(view, fit, site)
-        observed = self.observed(site)
-        check_observed(site, message, "log_prob")
-        value = message["value"]
-        if observed.correlated:
-            # One density for each datum, of several entries.
-            mask = getattr(message["fn"], "_mask", True)
-            return jnp.where(mask, fn.log_prob(value), 0)
-        if observed.factor:
-            return fn.log_prob(value)
-        # Wrong labels would have a density of zero, or that of others.
-        inside = base_distribution(message["fn"]).support(value)
-        density = jnp.where(inside, fn.log_prob(value), jnp.nan)
-        return through_wrappers(message["fn"], lambda _: density)
-
-    def _predictive(
-        self, view: ModelView, fit: Fit, site: str
-    ) -> tuple[Distribution, dict[str, Any]]:
-        at = self.function_posterior.marginals(view, fit)
-        return self._predictive_at(at, view, site)
-
-    def _predictive_at(
-        self, at: dict[str, Marginals], view: ModelView, site: str
-    ) -> tuple[Distribution, dict[str, Any]]:
-        observed = self.observed(site)
-        if observed.route is not Route.CLOSED_FORM:
-            raise NotConjugateError(
-                f"site {site!r} has no closed-form predictive distribution. Draw "
-                "from it with numpyro.infer.Predictive(model, guide=guide, "
-                "params=params, num_samples=...)"
-            )
-        message = view.message(site)
-        moments = of_site(view.predictors.marginals(at), observed)
-        return predictive(base_distribution(message["fn"]), *moments), message
-
-
-def check_observed(site: str, message: dict[str, Any], method: str) -> None:
-    """Raise if a method needs observations and there are none, or they have another
-    shape.
-
-    :param site: the observed site.
-    :param message: NumPyro's message of the site.
-    :param method: the name of the method.
-    """
-    if not message["is_observed"]:
-        raise ValueError(
-            f"{method} needs the observations of site {site!r}: {method}(X, y)"
-        )
-    check_shape(site, message)
+        key = random.key(0)
+        view = self._answers.view(here, model, arguments, fitted.values, key)
+        return view.of_groups() if grouped else view
 
 
 def is_traced(arguments: Arguments) -> bool:
@@ -558,18 +583,34 @@ def _shapes(tree: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
-def _one_of(candidates: Any, name: str | None, what: str) -> Any:
-    names = [c.name for c in candidates]
-    if not names:
-        raise ValueError(
-            f"no {what} depends on Gaussian latents. Use draws of the other "
-            "latents, such as NestedVI(model).get_samples(), with "
-            "numpyro.infer.Predictive(model, samples)"
-        )
-    if name is None and len(names) == 1:
-        return candidates[0]
-    if name not in names:
-        raise ValueError(
-            f"site={name!r}: the model's choices of {what} are {names}; pass site=..."
-        )
-    return candidates[names.index(name)]
+def _is_small_vector(mean: Array) -> bool:
+    return mean.ndim == 1 and len(mean) <= MAX_JOINT
+
+
+def _site(view: Any, name: str, q: Any) -> SiteMoments:
+    values, shape = view.affine(name), view.shape(name)
+    at = values.matrices.marginals(q)
+    mean, variance = (x.reshape(shape) for x in at)
+    return SiteMoments(mean, variance)
+
+
+def predictor_for(
+    guide: ProcessGuide, model: Callable[..., Any], structure: Structure
+) -> Predictor:
+    """Return the predictor of a model and its guide, which is made once and cached on
+    the guide.
+
+    :param structure: the structure of the model, at any arguments.
+    """
+    found = guide.predictors.get(id(model))
+    if found is not None and not found.is_current():
+        found = None
+    if found is not None and found.known is structure:
+        return found
+    known, structure = structure, structure.sizeless()
+    if found is None or found.structure != structure:
+        # It holds the model, whose id is thus not given away.
+        found = Predictor(model, structure, guide)
+        guide.predictors[id(model)] = found
+    found.known = known
+    return found

@@ -36,9 +36,8 @@ from numpyro_gpaug.predict.archive import (
     unpack,
 )
 from numpyro_gpaug.predict.arguments import FitArguments, Range
-from numpyro_gpaug.predict.joint import predictor_for
 from numpyro_gpaug.predict.mixture import Fitted, Members
-from numpyro_gpaug.predict.predictor import Predictor
+from numpyro_gpaug.predict.predictor import Predictor, predictor_for
 from numpyro_gpaug.predict.summary import SiteMoments
 
 

@@ -17,8 +17,8 @@ from numpyro_gpaug.math.threads import threads_for
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.latents import JOINT
 from numpyro_gpaug.predict import Posterior
-from numpyro_gpaug.predict.joint import predictor_for
 from numpyro_gpaug.predict.mixture import Fitted, Members
+from numpyro_gpaug.predict.predictor import predictor_for
 
 
 def mixture(

@@ -18,9 +18,9 @@ from numpyro_gpaug.infer.vi.plan import is_optax
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.latents import JointStructure
 from numpyro_gpaug.model.signatures import argument_names
-from numpyro_gpaug.predict.joint import predictor_for
 from numpyro_gpaug.predict.mixture import Fitted
 from numpyro_gpaug.predict.posterior import Posterior
+from numpyro_gpaug.predict.predictor import predictor_for
 
 if TYPE_CHECKING:
     import optax

@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predictions of sites from the Gaussians of a fit, for a view of the model at new
+inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array, random
+from numpyro import handlers
+from numpyro.distributions import Distribution
+
+from numpyro_gpaug.errors import NotConjugateError
+from numpyro_gpaug.gaussians.base import Marginals
+from numpyro_gpaug.gp.conditional import Conditional
+from numpyro_gpaug.gp.markov import times_of
+from numpyro_gpaug.guides.function_posterior import Fit
+from numpyro_gpaug.likelihoods.expectations import (
+    Route,
+    base_distribution,
+    predictive,
+    through_wrappers,
+)
+from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.inspect import structure_at
+from numpyro_gpaug.model.inspect_joint import joint_structure_at
+from numpyro_gpaug.model.joint_predictive import JointPredictiveView
+from numpyro_gpaug.model.latents import JOINT, JointStructure
+from numpyro_gpaug.model.observations import check_shape
+from numpyro_gpaug.model.predictors import of_site
+from numpyro_gpaug.model.structure import Observed, Structure
+from numpyro_gpaug.model.view import ModelView
+from numpyro_gpaug.predict.added_rows import joint_draws
+from numpyro_gpaug.predict.left_out import left_out
+from numpyro_gpaug.predict.mixture import FunctionValues
+
+Drawn = tuple[Array, Array]
+
+
+class Answers:
+    """Predictions from an independent Gaussian for each process and weight vector.
+
+    :param structure: the structure of the model.
+    :param function_posterior: the posterior of function values, by the guide.
+    """
+
+    view: ClassVar[Any] = ModelView
+
+    def __init__(self, structure: Any, function_posterior: Any) -> None:
+        self._structure, self._posterior = structure, function_posterior
+
+    def structure_at(
+        self, model: Callable[..., Any], arguments: Arguments
+    ) -> Structure:
+        """Return the structure of the model at these arguments."""
+        return structure_at(model, self._structure, arguments)
+
+    def other_sites(self) -> str:
+        """Explain, for a message, how to predict a site that has no posterior of its
+        own."""
+        return (
+            f"predict_f(..., site=...) predicts the processes "
+            f"{[*self._structure.process_names]}, "
+            "numpyro.infer.Predictive(model, guide=guide, params=result.params, "
+            "num_samples=...) draws every site"
+        )
+
+    def named(self, site: str | None) -> str:
+        """Return the name of the process to predict; for ``None`` the only one."""
+        return one_of(self._structure.processes, site, "Gaussian process").name
+
+    def observed(self, site: str | None) -> Observed:
+        """Return the observed site with this name, or for ``None`` the only one that
+        depends on latents (``handlers.condition`` turns latent sites into observed
+        ones)."""
+        sites = self._structure.observed
+        found = [s for s in sites if s.route is not Route.CONSTANT]
+        return one_of(found, site, "observed site")
+
+    # Answers.
+
+    def f(self, view: Any, fit: Fit, site: str) -> FunctionValues:
+        """Return means and variances of function values."""
+        outputs = view.predictors.outputs[site]
+        mean, variance = self._posterior.marginals(view, fit)[site]
+        return FunctionValues(outputs(mean), outputs.variances(variance))
+
+    def joint(self, view: Any, fit: Fit, site: str) -> FunctionValues:
+        """Return means and covariances of function values."""
+        f, (mean, covariance) = self._latents(view, fit, site)
+        return FunctionValues(f.outputs(mean), f.outputs.covariances(covariance))
+
+    def draws(
+        self,
+        view: Any,
+        fit: Fit,
+        site: str,
+        key: Array,
+        num: int,
+        unpadded: tuple[int, ...] | None = None,
+    ) -> Drawn:
+        """Return joint draws, and whether the covariance factorised.
+
+        :param view: the model at new inputs.
+        :param fit: the fitted quantities.
+        :param site: the site to draw.
+        :param key: random key.
+        :param num: number of draws.
+        :param unpadded: if rows were added, the shape of a draw for another number of
+            rows.
+        """
+        f, (mean, covariance) = self._latents(view, fit, site)
+        rows = () if unpadded is None else (mean.ndim - 1,)
+        count = view.arguments.arrays[-1] if rows else None
+        scale = f.prior_variance.mean(-1)
+        draws, factorised = joint_draws(key, num, mean, covariance, scale, rows, count)
+        return jax.vmap(f.outputs)(draws), factorised
+
+    def _latents(
+        self, view: ModelView, fit: Fit, site: str
+    ) -> tuple[Conditional, FunctionValues]:
+        block = one_of(self._structure.processes, site, "Gaussian process")
+        f = view.conditional(block)
+        measure = self._posterior.measure(f, fit, block)
+        mean = f.select(measure.mean(f.X))
+        return f, FunctionValues(mean, f.select(measure.kernel(f.X, f.X)))
+
+    def y(self, view: Any, fit: Fit, site: str) -> Distribution:
+        """Return the distribution of new observations."""
+        return self._predictive(self._posterior.marginals(view, fit), view, site)
+
+    def left_out(self, view: Any, fit: Fit, site: str) -> Distribution:
+        """Return the distribution of each observation given all others."""
+        check_observed(site, view.message(site), "leave_one_out")
+        return self._predictive(left_out(self._posterior, view, fit), view, site)
+
+    def log_prob(self, view: Any, fit: Fit, site: str) -> Array:
+        """Return the density of observations."""
+        fn, message, observed = (
+            self.y(view, fit, site), view.message(site), self.observed(site)
+        )  # fmt: skip
+        check_observed(site, message, "log_prob")
+        value = message["value"]
+        if observed.correlated:
+            # One density for each datum, of several entries.
+            mask = getattr(message["fn"], "_mask", True)
+            return jnp.where(mask, fn.log_prob(value), 0)
+        if observed.factor:
+            return fn.log_prob(value)
+        # Wrong labels would have a density of zero, or that of others.
+        inside = base_distribution(message["fn"]).support(value)
+        density = jnp.where(inside, fn.log_prob(value), jnp.nan)
+        return through_wrappers(message["fn"], lambda _: density)
+
+    def _predictive(
+        self, at: dict[str, Marginals], view: ModelView, site: str
+    ) -> Distribution:
+        observed = self.observed(site)
+        if observed.route is not Route.CLOSED_FORM:
+            raise NotConjugateError(
+                f"site {site!r} has no closed-form predictive distribution. Draw "
+                "from it with numpyro.infer.Predictive(model, guide=guide, "
+                "params=params, num_samples=...)"
+            )
+        base = base_distribution(view.message(site)["fn"])
+        return predictive(base, *of_site(view.predictors.marginals(at), observed))
+
+
+class JointAnswers(Answers):
+    """Predictions from one Gaussian on all latents: of any deterministic or Gaussian
+    site that is affine in them, and of observations."""
+
+    view = JointPredictiveView
+    _structure: JointStructure
+
+    def structure_at(
+        self, model: Callable[..., Any], arguments: Arguments
+    ) -> JointStructure:
+        # As many times as states. Of other processes, which have no such site, they
+        # mean nothing.
+        structure = self._structure
+        shapes = {s.name: s.shape for s in structure.sites}
+        times = {
+            times_of(k): jnp.zeros(shapes.get(f"{k}.v", ())[:1], structure.dtype)
+            for k in structure.process_names
+        }
+        known = handlers.substitute(model, data=times)
+        return joint_structure_at(known, structure, arguments)
+
+    def other_sites(self) -> str:
+        return "predict_f(..., site=...) predicts deterministic sites"
+
+    def named(self, site: str | None) -> str:
+        """Return the name of the site to predict: a process, a deterministic or a
+        Gaussian site; for ``None`` the predictor of the only observed site."""
+        return site or self.observed(None).name
+
+    def _extended(self, view: JointPredictiveView, fit: Fit, site: str) -> Any:
+        """Return moments of the latents that the model has at these arguments: new
+        members of a plate have their prior, and latents of new rows are conditioned on
+        other observations of these rows."""
+        return view.given_rows(self._at_prior(view, fit), site)
+
+    def _at_prior(self, view: JointPredictiveView, fit: Fit) -> Any:
+        q: Any = fit.moments[JOINT]
+        return q.extended(view.prior, self._structure.places(view.structure))
+
+    def f(self, view: Any, fit: Fit, site: str) -> FunctionValues:
+        at = view.affine(site).matrices.marginals(self._extended(view, fit, site))
+        return FunctionValues(*(x.reshape(view.shape(site)) for x in at))
+
+    def joint(self, view: Any, fit: Fit, site: str) -> FunctionValues:
+        q, map_ = self._extended(view, fit, site), view.affine(site).matrices
+        mean = map_.marginals(q).mean.reshape(view.shape(site))
+        covariance = map_.covariance(q)[0]
+        if view.structure.functions:
+            covariance += view.residual_covariance(site)
+        return FunctionValues(mean, covariance)
+
+    def draws(
+        self,
+        view: Any,
+        fit: Fit,
+        site: str,
+        key: Array,
+        num: int,
+        unpadded: tuple[int, ...] | None = None,
+    ) -> Drawn:
+        if view.structure.functions:
+            mean, covariance = self.joint(view, fit, site)
+            scale = jnp.diagonal(covariance).mean()
+            sizes = zip(mean.shape, unpadded or mean.shape, strict=True)
+            rows = [i for i, (size, other) in enumerate(sizes) if size != other]
+            count = view.arguments.arrays[-1] if rows else None
+            return joint_draws(key, num, mean, covariance, scale, rows, count)
+        q, values = self._extended(view, fit, site), view.affine(site)
+        noise = random.normal(key, (num, q.rank), q.mean.dtype)
+        moved = jax.vmap(lambda e: values(q.mean[0] + q.unwhiten(e[None])[0]))(noise)
+        return moved.reshape(num, *view.shape(site)), jnp.array(True)
+
+    def y(self, view: Any, fit: Fit, site: str) -> Distribution:
+        return view.predictive(self.observed(site), self._extended(view, fit, site))
+
+    def left_out(self, view: Any, fit: Fit, site: str) -> Distribution:
+        check_observed(site, view.message(site), "leave_one_out")
+        observed, q = self.observed(site), self._at_prior(view, fit)
+        return view.left_out(observed, q).predictive(observed, q)
+
+
+def check_observed(site: str, message: dict[str, Any], method: str) -> None:
+    """Raise if a method needs observations and there are none, or they have another
+    shape.
+
+    :param site: the observed site.
+    :param message: NumPyro's message of the site.
+    :param method: the name of the method.
+    """
+    if not message["is_observed"]:
+        raise ValueError(
+            f"{method} needs the observations of site {site!r}: {method}(X, y)"
+        )
+    check_shape(site, message)
+
+
+def one_of(candidates: Any, name: str | None, what: str) -> Any:
+    """Return the candidate with a name, or for ``None`` the only one.
+
+    :raises ValueError: if there is none; it lists the names.
+    """
+    names = [c.name for c in candidates]
+    if not names:
+        raise ValueError(
+            f"no {what} depends on Gaussian latents. Use draws of the other "
+            "latents, such as NestedVI(model).get_samples(), with "
+            "numpyro.infer.Predictive(model, samples)"
+        )
+    if name is None and len(names) == 1:
+        return candidates[0]
+    if name not in names:
+        raise ValueError(
+            f"site={name!r}: the model's choices of {what} are {names}; pass site=..."
+        )
+    return candidates[names.index(name)]
