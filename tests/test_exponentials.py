@@ -10,8 +10,8 @@ import pytest
 
 from numpyro_gpaug.likelihoods.expectations import Route
 from numpyro_gpaug.math.expectation import PredictorMoments
+from numpyro_gpaug.model.expectation import Split
 from numpyro_gpaug.model.exponentials import has_form
-from numpyro_gpaug.model.joint_expectation import Split
 from tests.test_frontier import COUNTS, SHARES, SPLIT, eta, split_at
 
 EXPONENTIAL = {

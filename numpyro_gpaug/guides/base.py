@@ -311,8 +311,17 @@ class ProcessGuide(Displayed):
             # NumPyro's Predictive leaves them out.
             check_observations(self.model, structure, arguments, needed=False)
 
+    def read(self, model: Callable[..., Any], *args: Any, **kwargs: Any) -> Structure:
+        """Return the structure of a model for this guide.
+
+        :param model: the model.
+        :param args: its arguments.
+        :param kwargs: its keyword arguments.
+        """
+        return inspect_model(model, *args, **kwargs)
+
     def _inspect(self, *args: Any, **kwargs: Any) -> Structure:
-        return inspect_model(self.model, *args, **kwargs)
+        return self.read(self.model, *args, **kwargs)
 
     def _build_other(self) -> AutoGuide:
         # An autoguide compiles the model it is given, and its gradient, and needs

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_gpaug.gaussians.base import Marginals
-from numpyro_gpaug.gaussians.dense import Moments, kl_to_diagonal
+from numpyro_gpaug.gaussians.dense import Moments
 from numpyro_gpaug.gp.conditional import Conditional
 from numpyro_gpaug.gp.process import GaussianProcess
 from numpyro_gpaug.gp.projection import Projected, Whitener, lead, project
@@ -131,8 +131,7 @@ class InducingPosterior:
 
     def divergence(self, view: ModelView, fit: Fit, block: Block) -> Array:
         """Return the KL divergence of a block from its prior."""
-        prior = view.priors()[block.name]
-        return kl_to_diagonal(fit.moments[block.name], *prior).sum()
+        return view.priors()[block.name].divergence(fit.moments[block.name]).sum()
 
     def measure(
         self, conditional: Conditional, fit: Fit, block: Block

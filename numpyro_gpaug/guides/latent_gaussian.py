@@ -151,9 +151,11 @@ class AutoLatentGaussian(ProcessGuide):
         assert isinstance(found, JointStructure)
         return found
 
-    def _inspect(self, *args: Any, **kwargs: Any) -> JointStructure:
+    def read(
+        self, model: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> JointStructure:
         purpose = self._purpose if self.conjugate else WHITE
-        found = inspect_joint(self.model, purpose, *args, **kwargs)
+        found = inspect_joint(model, purpose, *args, **kwargs)
         if not self.conjugate:
             found = found.unstructured
             refuse_large(found)

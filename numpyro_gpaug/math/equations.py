@@ -3,7 +3,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
+
+from jax.extend.core import Literal
+
+
+def walked(
+    jaxpr: Any,
+    starts: Iterable[Any],
+    literal: Callable[[Any], Any],
+    equation: Callable[[Any, list[Any]], Iterable[Any]],
+    constants: Iterable[Any] = (),
+) -> list[Any]:
+    """Return what is known about the outputs of a jaxpr, one equation after the other.
+
+    :param jaxpr: the program.
+    :param starts: what is known about its inputs.
+    :param literal: returns what is known about a number in the program.
+    :param equation: returns what is known about the results of an equation, from what
+        is known about its operands.
+    :param constants: what is known about its constants.
+    """
+    known = dict(zip(jaxpr.constvars, constants, strict=True))
+    known |= zip(jaxpr.invars, starts, strict=True)
+
+    def read(var: Any) -> Any:
+        return literal(var) if isinstance(var, Literal) else known[var]
+
+    for eqn in jaxpr.eqns:
+        results = equation(eqn, [read(v) for v in eqn.invars])
+        known |= zip(eqn.outvars, results, strict=True)
+    return [read(v) for v in jaxpr.outvars]
 
 
 def carried_by(eqn: Any, body: Any) -> tuple[int, int]:

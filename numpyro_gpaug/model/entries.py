@@ -22,7 +22,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.extend.core import Literal
 
-from numpyro_gpaug.math.equations import applied, carried_by
+from numpyro_gpaug.math.equations import applied, carried_by, walked
 from numpyro_gpaug.model.jaxpr import (
     BILINEAR,
     ELEMENTWISE,
@@ -164,18 +164,8 @@ class Entries:
         return f"{name}{source_of(eqn)}{after}"
 
     def _inside(self, closed: Any, operands: list[Term]) -> list[Term]:
-        jaxpr, consts = closed.jaxpr, closed.consts
-        env = dict(zip(jaxpr.invars, operands, strict=True))
-        for var, const in zip(jaxpr.constvars, consts, strict=True):
-            env[var] = Term(None, partial(lambda x: x, const))
-
-        def read(var: Any) -> Term:
-            return _literal(var) if isinstance(var, Literal) else env[var]
-
-        for eqn in jaxpr.eqns:
-            found = self._equation(eqn, [read(v) for v in eqn.invars])
-            env |= dict(zip(eqn.outvars, found, strict=True))
-        return [read(v) for v in jaxpr.outvars]
+        constants = [Term(None, partial(lambda x: x, x)) for x in closed.consts]
+        return walked(closed.jaxpr, operands, _literal, self._equation, constants)
 
     def _conditional(self, eqn: Any, operands: list[Term]) -> list[Term]:
         """Return the results of a conditional: each depends on the entries of all

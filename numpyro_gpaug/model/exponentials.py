@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.extend.core import Literal
 
-from numpyro_gpaug.math.equations import applied
+from numpyro_gpaug.math.equations import applied, walked
 from numpyro_gpaug.model.frontier import Frontier
 from numpyro_gpaug.model.jaxpr import called_jaxpr
 
@@ -221,23 +221,10 @@ def _after(eqn: Any, operands: list[Any]) -> list[Any]:
         return applied(eqn, operands)
     called = called_jaxpr(eqn)
     if called is not None:
-        return _inside(called, operands)
+        return walked(called.jaxpr, operands, lambda x: x.val, _after, called.consts)
     if any(isinstance(x, Expected) for x in operands):
         return [_after_expectation(eqn, operands)]
     return [_after_sums(eqn, operands)]
-
-
-def _inside(closed: Any, operands: list[Any]) -> list[Any]:
-    env = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-    env |= dict(zip(closed.jaxpr.invars, operands, strict=True))
-
-    def read(x: Any) -> Any:
-        return x.val if isinstance(x, Literal) else env[x]
-
-    for eqn in closed.jaxpr.eqns:
-        results = _after(eqn, [read(x) for x in eqn.invars])
-        env |= dict(zip(eqn.outvars, results, strict=True))
-    return [read(x) for x in closed.jaxpr.outvars]
 
 
 def _after_sums(eqn: Any, operands: list[Any]) -> Any:

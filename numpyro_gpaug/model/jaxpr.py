@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import jax
 import numpyro
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr
 
-from numpyro_gpaug.math.equations import carried_by
+from numpyro_gpaug.math.equations import carried_by, walked
 from numpyro_gpaug.model.derivatives import differs
 
 
@@ -183,19 +183,8 @@ class Reader:
 
     def interpret(self, jaxpr: Any, starts: list[Value]) -> list[Value]:
         """Return the values of the outputs of ``jaxpr``, given those of its inputs."""
-        env: dict[Any, Value] = dict(zip(jaxpr.invars, starts, strict=True))
-        for var in jaxpr.constvars:
-            env[var] = self.constant(var)
-
-        def read(var: Any) -> Value:
-            if isinstance(var, Literal):
-                return self.literal(var)
-            return env[var]
-
-        for eqn in jaxpr.eqns:
-            operands = [read(var) for var in eqn.invars]
-            env.update(zip(eqn.outvars, self.equation(eqn, operands), strict=True))
-        return [read(var) for var in jaxpr.outvars]
+        constants = map(self.constant, jaxpr.constvars)
+        return walked(jaxpr, starts, self.literal, self.equation, constants)
 
     def equation(self, eqn: Any, operands: list[Value]) -> list[Value]:
         """Return the values of the results of one equation."""

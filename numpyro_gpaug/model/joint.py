@@ -24,14 +24,15 @@ from numpyro_gpaug.gp.outputs import Outputs
 from numpyro_gpaug.likelihoods.expectations import Route
 from numpyro_gpaug.model.affine import BySites, Predictors
 from numpyro_gpaug.model.arguments import Arguments
-from numpyro_gpaug.model.frontier import Frontier, frontier, index_of
-from numpyro_gpaug.model.gaussians import Field, field
-from numpyro_gpaug.model.indices import program_of_others
-from numpyro_gpaug.model.joint_expectation import (
-    JointExpectation,
+from numpyro_gpaug.model.expectation import (
+    Concatenated,
+    ExpectedLogLikelihood,
     Split,
     pair_places,
 )
+from numpyro_gpaug.model.frontier import Frontier, frontier, index_of
+from numpyro_gpaug.model.gaussians import Field, field
+from numpyro_gpaug.model.indices import program_of_others
 from numpyro_gpaug.model.latents import JOINT, Grouping, JointStructure
 from numpyro_gpaug.model.links import Chained, Declared
 from numpyro_gpaug.model.loops import Loop, loops
@@ -378,9 +379,12 @@ class JointView:
 
     # What a fit is made of.
 
-    def maps(self) -> dict[str, Any]:
+    def maps(self, factors: dict[str, Any] | None = None) -> dict[str, Any]:
         """Return the affine map from the joint Gaussian to all predictors,
-        concatenated."""
+        concatenated.
+
+        :param factors: not used: processes are computed with the model.
+        """
         single, pairs = self.structure.form.map(self.predictors), self.pairs
         if pairs is not None:
             return {JOINT: PairedMap(single, *pairs)}
@@ -463,7 +467,7 @@ class JointView:
         named = dict(zip(("fn", "value", "scale"), law, strict=True))
         return {"is_observed": site in self._shown, **named}
 
-    def expected(self, bound: str) -> JointExpectation:
+    def expected(self, bound: str) -> ExpectedLogLikelihood:
         """Return the expected log-likelihood.
 
         :param bound: ``"exact"`` or ``"augmented"``, of registered likelihoods.
@@ -477,12 +481,22 @@ class JointView:
             for s in self.structure.observed
             if s not in closed
         }
-        return JointExpectation(
-            likelihoods, fixed, self._indices, self.structure.observed,
-            tuple((s.shape, str(s.dtype)) for s in self._root_shapes),
-            tuple((k, Split(program, f)) for k, f in self.frontiers.items()),
-            bound,
+        observed = self.structure.observed
+        names = tuple(p for site in observed for p in site.predictors)
+        shapes = tuple(s.shape for s in self._root_shapes)
+        splits = tuple((k, Split(program, f)) for k, f in self.frontiers.items())
+        return ExpectedLogLikelihood(
+            Concatenated(names, shapes), likelihoods, observed, bound, fixed,
+            self._indices, splits,
         )  # fmt: skip
+
+    def expected_log_likelihood(self, at: dict[str, Any], bound: str) -> Array:
+        """Return the expected log-likelihood of all sites, see :meth:`expected`.
+
+        :param at: marginals by block.
+        :param bound: ``"exact"`` or ``"augmented"``.
+        """
+        return self.expected(bound)(at)
 
     @cached_property
     def _density(self) -> Frontier:

@@ -37,6 +37,12 @@ from numpyro_gpaug.math.fingerprints import fingerprint
 from numpyro_gpaug.model.affine import Predictors
 from numpyro_gpaug.model.correlated_data import covariance_of
 from numpyro_gpaug.model.costs import MAX_DENSE
+from numpyro_gpaug.model.expectation import (
+    Split,
+    correlated,
+    pair_places,
+    places_within,
+)
 from numpyro_gpaug.model.frontier import (
     frontier,
     index_of,
@@ -45,12 +51,6 @@ from numpyro_gpaug.model.frontier import (
 )
 from numpyro_gpaug.model.jaxpr import dependence_tree
 from numpyro_gpaug.model.joint import REGISTERED, JointView
-from numpyro_gpaug.model.joint_expectation import (
-    Split,
-    correlated,
-    pair_places,
-    places_within,
-)
 from numpyro_gpaug.model.known_rows import conditioned, local_names, refuse_others
 from numpyro_gpaug.model.latents import JOINT
 from numpyro_gpaug.model.structure import Observed, run_model

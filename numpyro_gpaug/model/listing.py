@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Literal
 
-from numpyro_gpaug.math.equations import applied, carried_by
+from numpyro_gpaug.math.equations import applied, carried_by, walked
 from numpyro_gpaug.model.jaxpr import (
     OWN_DERIVATIVE,
     Reader,
@@ -83,26 +83,18 @@ class Listing:
         :param starts: variables of its inputs.
         :return: variables of its outputs.
         """
-        env: dict[Any, Any] = dict(zip(jaxpr.constvars, constants, strict=True))
-        env |= dict(zip(jaxpr.invars, starts, strict=True))
+        return walked(jaxpr, starts, lambda x: x, self._written, constants)
 
-        def read(var: Any) -> int | Literal:
-            return var if isinstance(var, Literal) else env[var]
+    def _written(self, eqn: Any, operands: list[Any]) -> list[Any]:
+        """Append an equation, and return the variables of its results."""
+        called = called_jaxpr(eqn)
+        if self._is_identity(eqn, operands):
+            return operands
+        if called is not None and not self._keeps_derivative(eqn, operands):
+            return self.write(called.jaxpr, self.held(called), operands)
+        return self._equation(eqn, tuple(operands))
 
-        for eqn in jaxpr.eqns:
-            operands = tuple(read(v) for v in eqn.invars)
-            called = called_jaxpr(eqn)
-            if self._is_identity(eqn, operands):
-                results = list(operands)
-            elif called is not None and not self._keeps_derivative(eqn, operands):
-                given = list(operands)
-                results = self.write(called.jaxpr, self.held(called), given)
-            else:
-                results = self._equation(eqn, operands)
-            env.update(zip(eqn.outvars, results, strict=True))
-        return [read(v) for v in jaxpr.outvars]
-
-    def _is_identity(self, eqn: Any, operands: tuple[int | Literal, ...]) -> bool:
+    def _is_identity(self, eqn: Any, operands: list[Any]) -> bool:
         """Whether an equation returns its operands, which depend on latents, unchanged.
         It may change their derivatives or their compilation, which do not matter
         here."""
@@ -110,7 +102,7 @@ class Listing:
         same = name in ("stop_gradient", "optimization_barrier")
         return same and any(map(self.depends, operands))
 
-    def _keeps_derivative(self, eqn: Any, operands: tuple[Any, ...]) -> bool:
+    def _keeps_derivative(self, eqn: Any, operands: list[Any]) -> bool:
         """Whether a call is kept as a whole for its own derivative. This is not needed
         if it is affine in latents, where its derivative is known to be that of the
         values."""

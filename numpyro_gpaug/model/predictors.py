@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predictors of observed sites, and their expected log-likelihood, as functions of the
-Gaussian blocks' marginals. They are pytrees, so that they can be differentiated."""
+"""Predictors of observed sites as functions of the Gaussian blocks' marginals, with
+derivatives, and the expectations of their likelihoods in closed form."""
 
 from __future__ import annotations
 
@@ -149,57 +149,6 @@ class Predictors:
                 values |= {k: values[k] + shift[k] for k in names}
                 variances |= {k: variances[k] + spread[k] for k in names}
         return {k: Marginals(values[k], variances[k]) for k in values}
-
-
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("predictors", "likelihoods"),
-    meta_fields=("sites", "bound"),
-)
-@dataclass(frozen=True)
-class ExpectedLogLikelihood:
-    """The expected log-likelihood in closed form, as a function of marginals.
-
-    :param predictors: predictors of all observed sites.
-    :param likelihoods: likelihoods by site.
-    :param sites: the observed sites that it sums over.
-    :param bound: ``"exact"`` or ``"augmented"``.
-    """
-
-    predictors: Predictors
-    likelihoods: dict[str, Likelihood]
-    sites: tuple[Observed, ...]
-    bound: str
-
-    @property
-    def quadratic(self) -> bool:
-        """See :func:`are_normal`."""
-        return are_normal(self.sites, self.likelihoods)
-
-    def __call__(self, at: dict[str, Marginals], bound: str | None = None) -> Array:
-        """Return the sum over sites of their scaled, masked expectations.
-
-        :param at: marginals by block name.
-        :param bound: a bound to use in place of :attr:`bound`.
-        """
-        carried = self.carried(at)
-        bound = self.bound if bound is None else bound
-        total = jnp.zeros((), jnp.result_type(*jax.tree.leaves(carried), 0.0))
-        for site in self.sites:
-            fn, value, scale = self.likelihoods[site.name]
-            if site.route is Route.CONSTANT:
-                term = fn.log_prob(value)
-            else:
-                term = closed_form(site, fn, value, carried, bound)
-            total = total + scaled_sum(term, scale)
-        return total
-
-    def carried(self, at: dict[str, Marginals]) -> dict[str, Marginals]:
-        """Return marginals of the predictors.
-
-        :param at: marginals by block name.
-        """
-        return self.predictors.marginals(at)
 
 
 def are_normal(sites: tuple[Observed, ...], likelihoods: dict[str, Likelihood]) -> bool:

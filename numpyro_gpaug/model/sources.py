@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import jax
 import numpyro.distributions as dist
 from jax import Array, random
-from jax.extend.core import Literal
 
 from numpyro_gpaug.gp.conditional import Conditional
 from numpyro_gpaug.likelihoods.expectations import base_distribution
+from numpyro_gpaug.math.equations import walked
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.explained import explained
 from numpyro_gpaug.model.jaxpr import (
@@ -150,20 +150,11 @@ _Reached = tuple[set[str], set[str]]
 
 def _pooled(jaxpr: Any, starts: list[_Reached], rows: int) -> list[_Reached]:
     """Return the inputs that reach each result, and those pooled on the way."""
-    known = dict(zip(jaxpr.invars, starts, strict=True))
 
-    def read(variable: Any) -> _Reached:
-        if isinstance(variable, Literal):
-            return set(), set()
-        return known.get(variable, (set(), set()))
-
-    for eqn in jaxpr.eqns:
-        operands = [read(x) for x in eqn.invars]
+    def after(eqn: Any, operands: list[_Reached]) -> list[_Reached]:
         inner = called_jaxpr(eqn)
         if inner is not None and len(inner.jaxpr.invars) == len(operands):
-            found = _pooled(inner.jaxpr, operands, rows)
-            known |= zip(eqn.outvars, found, strict=True)
-            continue
+            return _pooled(inner.jaxpr, operands, rows)
         reach: set[str] = set().union(*(x for x, _ in operands))
         pooled: set[str] = set().union(*(x for _, x in operands))
         if axes := _POOLING.get(eqn.primitive.name):
@@ -171,5 +162,8 @@ def _pooled(jaxpr: Any, starts: list[_Reached], rows: int) -> list[_Reached]:
             along = along if isinstance(along, tuple) else (along,)
             if shape.count(rows) == 1 and rows > 1 and shape.index(rows) in along:
                 pooled |= reach
-        known |= dict.fromkeys(eqn.outvars, (reach, pooled))
-    return [read(x) for x in jaxpr.outvars]
+        return [(reach, pooled)] * len(eqn.outvars)
+
+    nothing: _Reached = set(), set()
+    constants = [nothing] * len(jaxpr.constvars)
+    return walked(jaxpr, starts, lambda x: nothing, after, constants)

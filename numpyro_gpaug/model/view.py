@@ -19,9 +19,9 @@ from numpyro_gpaug.likelihoods.expectations import Route, base_distribution
 from numpyro_gpaug.math.linalg import safe_sqrt
 from numpyro_gpaug.math.quadrature import gauss_hermite
 from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.expectation import ExpectedLogLikelihood
 from numpyro_gpaug.model.observations import check_shape
 from numpyro_gpaug.model.predictors import (
-    ExpectedLogLikelihood,
     Likelihood,
     Predictors,
     scaled_sum,

@@ -22,9 +22,9 @@ from numpyro_gpaug.likelihoods.expectations import (
 )
 from numpyro_gpaug.likelihoods.maximisers import MStep, lookup_m_step
 from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.expectation import ExpectedLogLikelihood
 from numpyro_gpaug.model.jaxpr import dependence_tree
-from numpyro_gpaug.model.joint_expectation import JointExpectation
-from numpyro_gpaug.model.predictors import ExpectedLogLikelihood, of_site, scaled_sum
+from numpyro_gpaug.model.predictors import of_site, scaled_sum
 from numpyro_gpaug.model.structure import Structure, Trace, run_model
 
 # Stands for all parameters of a likelihood whose expectation has no closed form.
@@ -47,7 +47,7 @@ class ClosedParam(NamedTuple):
 
     def update(
         self,
-        expected: ExpectedLogLikelihood | JointExpectation,
+        expected: ExpectedLogLikelihood,
         carried: dict[str, Marginals],
         unconstrained: Array,
         slope: Array,
@@ -68,7 +68,7 @@ class ClosedParam(NamedTuple):
 
     def _statistic(
         self,
-        expected: ExpectedLogLikelihood | JointExpectation,
+        expected: ExpectedLogLikelihood,
         carried: dict[str, Marginals],
         vector: bool,
     ) -> Array:

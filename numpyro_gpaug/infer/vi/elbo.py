@@ -19,10 +19,7 @@ from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.guides.function_posterior import Fit, InducingPosterior
 from numpyro_gpaug.math.linalg import precise
 from numpyro_gpaug.model.arguments import Arguments
-from numpyro_gpaug.model.costs import WHITE
 from numpyro_gpaug.model.inspect import inspect_model
-from numpyro_gpaug.model.inspect_joint import inspect_joint
-from numpyro_gpaug.model.joint import JointView
 from numpyro_gpaug.model.marginals import moments_of, with_latent_axis
 from numpyro_gpaug.model.observations import check_observed
 from numpyro_gpaug.model.predictors import scaled_sum
@@ -112,10 +109,9 @@ class TraceAnalytic_ELBO(ELBO):
             seen = ours.view
         if ours is not None and model is ours.model:
             structure = ours.structure_at(arguments).unturned
-        elif isinstance(ours, AutoLatentGaussian):
-            structure = inspect_joint(model, WHITE, *args, **kwargs)
         else:
-            structure = inspect_model(model, *args, **kwargs)
+            read = inspect_model if ours is None else ours.read
+            structure = read(model, *args, **kwargs)
         check_observed(model, structure, arguments)
 
         def particle(key: Array) -> Array:
@@ -132,22 +128,14 @@ class TraceAnalytic_ELBO(ELBO):
             view = view_at(
                 structure, model, arguments, param_map, trace, model_key, seen
             )
-            if isinstance(view, JointView):
-                return self._joint_bound(view, moments) + other_terms(view, trace)
             fit = Fit(view.values, moments, function_posterior.factors(view))
             return self._bound(view, function_posterior, fit) + other_terms(view, trace)
 
         value = mean_over_particles(self, particle, rng_key)
         return {"loss": -value, "mutable_state": None}
 
-    def _joint_bound(self, view: JointView, moments: dict[str, Any]) -> Array:
-        maps, priors = view.maps(), view.priors()
-        at = {name: maps[name].marginals(q) for name, q in moments.items()}
-        kl = sum(priors[name].divergence(q).sum() for name, q in moments.items())
-        return view.expected(self.bound)(at) - kl
-
     def _bound(
-        self, view: ModelView, function_posterior: InducingPosterior, fit: Fit
+        self, view: Any, function_posterior: InducingPosterior, fit: Fit
     ) -> Array:
         at = function_posterior.marginals(view, fit)
         total = view.expected_log_likelihood(at, self.bound)

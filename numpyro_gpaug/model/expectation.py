@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The expected log-likelihood of jointly Gaussian latents, and the two parts into which
-a frontier divides densities."""
+"""The expected log-likelihood, and the two parts into which a frontier divides
+densities."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from typing import Any
@@ -136,94 +136,109 @@ def correlated(
 
 
 @partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("likelihoods", "fixed", "indices"),
-    meta_fields=("sites", "shapes", "frontiers", "bound"),
+    jax.tree_util.register_dataclass, data_fields=(), meta_fields=("names", "shapes")
 )
 @dataclass(frozen=True)
-class JointExpectation:
-    """The expected log-likelihood as a function of the predictors' marginals.
+class Concatenated:
+    """Predictors whose marginals are concatenated, in one block.
 
+    :param names: names of the predictors.
+    :param shapes: their shapes.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    def marginals(self, at: dict[str, Any]) -> dict[str, Marginals]:
+        """Return means and variances of every predictor, in its shape.
+
+        :param at: marginals by block.
+        """
+        (mean,), (variance,), *_ = at[JOINT]
+        found, begin = {}, 0
+        for name, shape in zip(self.names, self.shapes, strict=True):
+            part = slice(begin, begin + prod(shape))
+            found[name] = Marginals(*(x[part].reshape(shape) for x in (mean, variance)))
+            begin = part.stop
+        return found
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("predictors", "likelihoods", "fixed", "indices"),
+    meta_fields=("sites", "bound", "frontiers"),
+)
+@dataclass(frozen=True)
+class ExpectedLogLikelihood:
+    """The expected log-likelihood as a function of marginals.
+
+    :param predictors: predictors of all observed sites, with a method ``marginals``.
     :param likelihoods: likelihoods of sites in closed form, and of sites without
         latents.
+    :param sites: the observed sites that it sums over.
+    :param bound: ``"exact"`` or ``"augmented"``.
     :param fixed: constants in the densities of the other sites.
     :param indices: indices by site, for sites whose data pair the entries of two
         predictors.
-    :param sites: observed sites.
-    :param shapes: shapes of the predictors.
     :param frontiers: frontiers of sites that depend on latents.
-    :param bound: ``"exact"`` or ``"augmented"``.
     """
 
+    predictors: Any
     likelihoods: dict[str, Likelihood]
-    fixed: dict[str, tuple[Array, ...]]
-    indices: dict[str, Array]
     sites: tuple[Observed, ...]
-    shapes: tuple[tuple[tuple[int, ...], str], ...]
-    frontiers: tuple[tuple[str, Any], ...]
     bound: str
+    fixed: dict[str, tuple[Array, ...]] = field(default_factory=dict)
+    indices: dict[str, Array] = field(default_factory=dict)
+    frontiers: tuple[tuple[str, Any], ...] = ()
 
     @property
     def quadratic(self) -> bool:
         """See :func:`~numpyro_gpaug.model.predictors.are_normal`."""
         return are_normal(self.sites, self.likelihoods)
 
+    def carried(self, at: dict[str, Any]) -> dict[str, Marginals]:
+        """Return marginals of the predictors.
+
+        :param at: marginals by block.
+        """
+        return self.predictors.marginals(at)
+
     def __call__(self, at: dict[str, Any], bound: str | None = None) -> Array:
-        """Return the sum over sites of their expectations.
+        """Return the sum over sites of their scaled, masked expectations.
 
         :param at: marginals by block.
         :param bound: a bound to use in place of :attr:`bound`.
         """
-        joint, carried = at[JOINT], self.carried(at)
-        frontiers = dict(self.frontiers)
+        carried, bound = self.carried(at), bound or self.bound
+        total = jnp.zeros((), jnp.result_type(*jax.tree.leaves(carried), 0.0))
         begin = 0
-        total = jnp.zeros((), joint.mean.dtype)
         for site in self.sites:
             moments = [carried[p] for p in site.predictors]
             index = self.indices.get(site.name)
             places = pair_places(site, [m.shape for m, _ in moments], index)
             size = len(places[0])
-            covariance = joint.covariance[0, begin : begin + size] if size else None
+            pairs = at[JOINT].covariance[0, begin : begin + size] if size else None
             begin += size
             if site.name in self.fixed:
-                means, variances = zip(*moments, strict=True)
-                flat = PredictorMoments(
-                    tuple(m.ravel() for m in means),
-                    tuple(v.ravel() for v in variances),
-                    covariance,
-                    index,
-                )
-                term = frontiers[site.name].expectation(
-                    site.route, self.fixed[site.name], flat
-                )
+                total += self._by_nodes(site, moments, pairs, index)
             else:
                 fn, value, scale = self.likelihoods[site.name]
                 if site.route is Route.CONSTANT:
-                    term = scaled_sum(fn.log_prob(value), scale)
+                    term = fn.log_prob(value)
                 elif site.route is Route.CORRELATED:
-                    assert covariance is not None
-                    found = correlated(fn, value, *moments[0], covariance)
-                    term = scaled_sum(found, scale)
+                    assert pairs is not None
+                    term = correlated(fn, value, *moments[0], pairs)
                 else:
-                    found = closed_form(site, fn, value, carried, bound or self.bound)
-                    term = scaled_sum(found, scale)
-            total = total + term
+                    term = closed_form(site, fn, value, carried, bound)
+                total += scaled_sum(term, scale)
         return total
 
-    def carried(self, at: dict[str, Any]) -> dict[str, Marginals]:
-        """Return means and variances of every predictor, in its shape.
-
-        :param at: marginals by block.
-        """
-        joint = at[JOINT]
-        names = [p for site in self.sites for p in site.predictors]
-        found, begin = {}, 0
-        for name, (shape, _) in zip(names, self.shapes, strict=True):
-            size = prod(shape)
-            part = slice(begin, begin + size)
-            found[name] = Marginals(
-                joint.mean[0, part].reshape(shape),
-                joint.variance[0, part].reshape(shape),
-            )
-            begin += size
-        return found
+    def _by_nodes(
+        self, site: Observed, moments: list[Any], pairs: Any, index: Any
+    ) -> Array:
+        """Return the expectation of a site without a registered likelihood."""
+        means, variances = zip(*moments, strict=True)
+        means, variances = (tuple(x.ravel() for x in y) for y in (means, variances))
+        flat = PredictorMoments(means, variances, pairs, index)
+        split = dict(self.frontiers)[site.name]
+        return split.expectation(site.route, self.fixed[site.name], flat)
