@@ -314,7 +314,7 @@ class AutoLatentGaussian(ProcessGuide):
         :return: whether latents are few and dense.
         """
         structure, static = self.structure_at(arguments), arguments.static
-        assert isinstance(structure, JointStructure)
+        assert structure.joint
         if not structure.form.any_rows or structure.size > MOST_TURNED:
             return False
         here = structure.unturned

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from numpyro_gpaug.likelihoods.expectations import Route
-from numpyro_gpaug.model.latents import JointStructure
 from numpyro_gpaug.model.structure import Block, Observed, Structure
 
 Row = tuple[str, str, str]
@@ -26,7 +25,7 @@ def latent_rows(structure: Structure) -> list[Row]:
 
     :param structure: the structure of a model.
     """
-    if isinstance(structure, JointStructure):
+    if structure.joint:
         # A prediction at the rows of the fit does not know theirs: nobody may miss it.
         kinds = "Gaussian", "Gaussian, of each datum: predictions draw it anew"
         return [(s.name, str(s.value_shape), kinds[s.local]) for s in structure.sites]

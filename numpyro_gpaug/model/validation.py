@@ -22,7 +22,6 @@ from numpyro_gpaug.likelihoods.expectations import base_distribution
 from numpyro_gpaug.math.sharding import total
 from numpyro_gpaug.math.sparse_terms import indefinite_node
 from numpyro_gpaug.model.arguments import Arguments, is_array
-from numpyro_gpaug.model.latents import JointStructure
 from numpyro_gpaug.model.signatures import signature_of
 from numpyro_gpaug.model.sources import Sources, sources
 from numpyro_gpaug.model.structure import (
@@ -368,7 +367,7 @@ def explain_failure(
     ]
     if not broken:
         # Joint latents are drawn from their prior: see check_trace.
-        joint = isinstance(structure, JointStructure)
+        joint = structure.joint
         zeros = {} if joint else structure.zeros
         arguments, key = Arguments.split(args, kwargs), jax.random.key(0)
         trace = run_model(flat_functions(model), arguments, key, {**zeros, **values})

@@ -200,7 +200,7 @@ def check_moments(
             [x.shape for x in jax.tree.leaves(moments)],
             [(latents, size), (latents, size, size)],
         )
-        if isinstance(structure, JointStructure):
+        if structure.joint:
             expected = [x.shape for x in jax.tree.leaves(moments_of(structure))]
         if given != [(*leading, *shape) for shape in expected]:
             raise ValueError(
@@ -351,7 +351,7 @@ class Parts(NamedTuple):
     def of(cls, structure: Structure) -> Parts:
         """Return the parts of a structure."""
         known = {k: x for k, x in vars(structure).items() if k in cls._fields}
-        if isinstance(structure, JointStructure):
+        if structure.joint:
             names = {kind: name for name, kind in STRUCTURES.items()}
             known["form"] = names[type(structure.form)]
             known["record"] = structure.form.record

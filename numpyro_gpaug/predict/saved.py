@@ -20,7 +20,6 @@ from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.guides.function_posterior import InducingPosterior
 from numpyro_gpaug.math.arrays import enable_x64, in_dtype_of
 from numpyro_gpaug.math.files import plain, read, refusing, typed, write
-from numpyro_gpaug.model.latents import JointStructure
 from numpyro_gpaug.model.structure import Structure
 from numpyro_gpaug.predict.archive import (
     Description,
@@ -130,7 +129,7 @@ def read_fit(
         parts["structure"] = migrated(parts["structure"])
         found: _Header = typed(parts, _Header, "header")
         structure = found.structure.structure
-        joint = isinstance(structure, JointStructure)
+        joint = structure.joint
         if guide is None:
             guide = (AutoLatentGaussian if joint else AutoSparseGP)(model)
         kind = type(guide.function_posterior).__name__
@@ -200,7 +199,7 @@ def _moments(
     :param leading: the number of leading axes.
     """
     like: Any = Moments(0, 0)  # type: ignore[arg-type]
-    if isinstance(structure, JointStructure):
+    if structure.joint:
         like = moments_of(structure)
     made = jax.tree.structure(like)
     own = {k: jax.tree.unflatten(made, m) for k, m in saved.items()}

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -15,24 +16,23 @@ from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.gaussians.dense import Moments
 from numpyro_gpaug.guides import AutoLatentGaussian
 from numpyro_gpaug.guides.sparse_gp import AutoSparseGP
-from numpyro_gpaug.infer.mcmc.independent import (
-    LEAST_GAIN,
-    best_gaussians,
-    structure_of,
-)
 from numpyro_gpaug.infer.mcmc.parts import Geometry, Part
 from numpyro_gpaug.infer.mcmc.slices import Parted, Slices
 from numpyro_gpaug.infer.nested.bound import CollapsedBound
 from numpyro_gpaug.infer.vi.latent_gaussian import LatentGaussian
+from numpyro_gpaug.infer.vi.settling import settled
 from numpyro_gpaug.likelihoods.expectations import Route
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.costs import SAMPLE
 from numpyro_gpaug.model.inspect import inspect_model
 from numpyro_gpaug.model.inspect_joint import in_form, read_joint
 from numpyro_gpaug.model.joint import JointView
-from numpyro_gpaug.model.latents import JointStructure
+from numpyro_gpaug.model.latents import GaussianSite, JointStructure
 from numpyro_gpaug.model.structure import Block, Structure, flat_functions, run_model
 from numpyro_gpaug.model.view import ModelView
+
+# The gain in nats below which closed-form updates stop.
+LEAST_GAIN = 1e-3
 
 
 class EllipticalSlice(Slices):
@@ -157,7 +157,7 @@ class EllipticalSlice(Slices):
         blocks = inspect_model(self._model, *args, **kwargs)
         self._blocks = blocks if self._apart(blocks, arguments) else None
         if self._blocks is not None:
-            return structure_of(blocks)
+            return _with_sites(blocks)
         try:
             return read_joint(self._model, SAMPLE, arguments)
         except NotConjugateError:
@@ -275,8 +275,15 @@ class EllipticalSlice(Slices):
             geometry.append(Geometry(None, part.standard, (), own))
         found = self._fit
         if found is None:
-            maps = {name: map_ for name, (map_, _) in processes.items()}
-            found = best_gaussians(maps, of_blocks)
+            problem = LatentGaussian.seen(of_blocks, "exact", 0.0, learns=False)
+            certain = {name: map_ for name, (map_, _) in processes.items()}
+            problem = replace(problem, maps={**problem.maps, **certain})
+            start: Any = {k: prior.natural for k, prior in problem.priors.items()}
+            whole = {name: jnp.ones((), problem.dtype) for name in start}
+            _, evaluation, _ = settled(
+                problem, start, whole, 1.0, lambda moves: None, LEAST_GAIN
+            )
+            found = evaluation.moments
         moments, scales = [], []
         for block in blocks.blocks:
             loc, scale = of_blocks.priors()[block.name]
@@ -286,6 +293,17 @@ class EllipticalSlice(Slices):
             moments.append(Moments((mean - loc) / scale, whitener))
             scales.append(jnp.asarray(of_blocks.block_scale(block), block.dtype))
         return tuple(moments), tuple(geometry), tuple(scales)
+
+
+def _with_sites(blocks: Structure) -> JointStructure:
+    """Return the structure of a model with its processes and weight vectors as the
+    sites of a joint Gaussian."""
+    sites = [GaussianSite(b.site, b.shape, b.shape, local=False) for b in blocks.blocks]
+    kept = {k: x for k, x in vars(blocks).items() if k != "blocks"}
+    dtype = jnp.result_type(*(b.dtype for b in blocks.blocks))
+    names = blocks.process_names
+    made = JointStructure((), **kept, dtype=dtype, process_names=names)
+    return made.with_sites(tuple(sites))
 
 
 def _refuse_guide(guide: Any) -> None:

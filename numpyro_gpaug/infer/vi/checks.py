@@ -28,7 +28,7 @@ from numpyro_gpaug.model.calls import (
     check_processes,
 )
 from numpyro_gpaug.model.inspect import require_conjugate
-from numpyro_gpaug.model.latents import JOINT, JointStructure
+from numpyro_gpaug.model.latents import JOINT
 from numpyro_gpaug.model.observations import check_observations, check_observed
 from numpyro_gpaug.model.structure import (
     Structure,
@@ -125,7 +125,7 @@ def check_latents(structure: Structure, mesh: Mesh | None) -> None:
     parts = 1 if mesh is None else mesh.shape[LATENTS]
     if parts == 1:
         return
-    joint = isinstance(structure, JointStructure)
+    joint = structure.joint
     counts = {b.name: b.shape[0] for b in structure.blocks if len(b.shape) > 1}
     if joint or not counts or any(count % parts for count in counts.values()):
         found = ", ".join(f"{name!r} has {n}" for name, n in counts.items())
@@ -147,7 +147,7 @@ def check_gaussian(structure: Structure) -> None:
 
 
 def _nothing_gaussian(structure: Structure) -> str:
-    if not isinstance(structure, JointStructure):
+    if not structure.joint:
         return (
             "the model has no Gaussian process and no Gaussian weight vector on which "
             "data depend affinely. For random effects in plates, scalars and other "
@@ -177,7 +177,7 @@ def check_basis(state: Any, structure: Structure) -> None:
             "the guide changed its basis in a fit whose precision rounding did not "
             "resolve. Start a new run"
         )
-    if not isinstance(structure, JointStructure):
+    if not structure.joint:
         return
     here: Any = jax.tree.structure(structure.form.standard(structure.dtype))
     if here != jax.tree.structure(state.natural[JOINT]):

@@ -33,7 +33,7 @@ from numpyro_gpaug.gp.projection import lead, project, whitener
 from numpyro_gpaug.infer.vi.state import ConjugateState
 from numpyro_gpaug.math.compiling import few
 from numpyro_gpaug.model.arguments import Arguments
-from numpyro_gpaug.model.latents import JOINT, JointStructure
+from numpyro_gpaug.model.latents import JOINT
 from numpyro_gpaug.model.structure import Structure, flat_functions, run_model
 
 # Of the rows, of which a fit may know as little: those that are inducing inputs
@@ -252,7 +252,7 @@ def _some_rows(conditional: Conditional) -> Array:
 def _means(structure: Any, state: ConjugateState) -> dict[str, Array]:
     """Return means of the whitened inducing values of processes."""
     means = {name: n.moments().mean for name, n in state.natural.items()}
-    if isinstance(structure, JointStructure):
+    if structure.joint:
         own = structure.split(means[JOINT][0])
         return {name: own[f"{name}.v"] for name in structure.functions}
     return means

@@ -20,7 +20,6 @@ from jax import Array
 from numpyro_gpaug.errors import CholeskyError
 from numpyro_gpaug.infer.vi.latent_gaussian import Natural
 from numpyro_gpaug.math.compiling import few
-from numpyro_gpaug.model.latents import JointStructure
 from numpyro_gpaug.model.structure import Structure
 
 # Nats that a user should know of. Means of latents are off by as much, in their
@@ -172,7 +171,7 @@ def _named(figures: dict[str, Any], structure: Structure) -> list[str]:
     largest = max(np.max(x) for x in figures.values())
     for name, of_block in figures.items():
         by_site = {name: np.asarray(of_block)}
-        if isinstance(structure, JointStructure):
+        if structure.joint:
             flat = by_site[name][0]
             if structure.basis is not None:
                 flat = np.square(structure.matrix) @ flat

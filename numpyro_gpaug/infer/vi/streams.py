@@ -16,7 +16,6 @@ from numpyro_gpaug.infer.vi.conjugate import ConjugateSVI
 from numpyro_gpaug.infer.vi.moving import InducingMoves
 from numpyro_gpaug.infer.vi.plan import is_optax
 from numpyro_gpaug.model.arguments import Arguments
-from numpyro_gpaug.model.latents import JointStructure
 from numpyro_gpaug.model.signatures import argument_names
 from numpyro_gpaug.predict.mixture import Fitted
 from numpyro_gpaug.predict.posterior import Posterior
@@ -119,7 +118,7 @@ class Stream:
             )
         if not 0 < forgetting <= 1:
             raise ValueError(f"forgetting must be in (0, 1], got {forgetting}")
-        if isinstance(posterior.structure, JointStructure):
+        if posterior.structure.joint:
             raise NotImplementedError(
                 "a stream needs the posterior of an AutoSparseGP. With an "
                 "AutoLatentGaussian fit all data again"
