@@ -22,7 +22,7 @@ from numpyro_gpaug.gaussians.dense import AffineMap, Prior
 from numpyro_gpaug.gp.outputs import Outputs
 from numpyro_gpaug.infer.mcmc.parts import Geometry, Part
 from numpyro_gpaug.infer.mcmc.slices import minus_log_density
-from numpyro_gpaug.model.latents import GaussianSite, JointStructure
+from numpyro_gpaug.model.latents import GaussianSite, Structure
 from tests.chains import assert_same_law, importance_draws, many_chains
 from tests.conftest import assert_close
 
@@ -300,7 +300,9 @@ def test_draws_and_evidence_given_factors(x64) -> None:
     w = w**2
     w[0, 0] = h[0, 0] = 0.0
     site = GaussianSite("f.v", (2, size), (2, size), local=False)
-    structure = JointStructure((), (), (), {}, {}, {}, dtype=float).with_sites((site,))
+    structure = Structure((), (), (), {}, {}, {}, joint=True, dtype=float).with_sites(
+        (site,)
+    )
     outputs = Outputs(None, None, None, 2, num)
     factors = GaussianFactors(h.ravel(), w.ravel())
 

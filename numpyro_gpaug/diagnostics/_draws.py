@@ -33,8 +33,9 @@ from numpyro_gpaug.math.compiling import jit
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.closures import watched
 from numpyro_gpaug.model.inspect import inspect_model, structure_at
+from numpyro_gpaug.model.latents import Structure
 from numpyro_gpaug.model.predictors import of_site
-from numpyro_gpaug.model.structure import Observed, Structure, remembered
+from numpyro_gpaug.model.structure import Observed, remembered
 from numpyro_gpaug.model.view import NUM_NODES, ModelView, nodes_of
 
 # Numbers held at once while draws are evaluated: 64 MiB in float32.

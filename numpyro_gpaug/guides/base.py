@@ -27,10 +27,10 @@ from numpyro_gpaug.model.codes import Codes
 from numpyro_gpaug.model.display import latent_rows, observed_rows
 from numpyro_gpaug.model.inspect import inspect_model, structure_at
 from numpyro_gpaug.model.jaxpr import dependence_tree
+from numpyro_gpaug.model.latents import Structure
 from numpyro_gpaug.model.observations import check_observations
 from numpyro_gpaug.model.starts import MedianStart
 from numpyro_gpaug.model.structure import (
-    Structure,
     Trace,
     any_key,
     flat_functions,

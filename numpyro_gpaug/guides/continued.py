@@ -17,7 +17,8 @@ from numpyro_gpaug.gaussians.dense import AffineMap, Moments, Prior
 from numpyro_gpaug.guides.sparse_gp import AutoSparseGP
 from numpyro_gpaug.math.linalg import precise
 from numpyro_gpaug.model.arguments import Arguments
-from numpyro_gpaug.model.structure import Block, Structure
+from numpyro_gpaug.model.latents import Structure
+from numpyro_gpaug.model.structure import Block
 from numpyro_gpaug.model.view import ModelView
 
 

@@ -31,7 +31,8 @@ from numpyro_gpaug.guides.function_posterior import (
 )
 from numpyro_gpaug.math.linalg import precise, safe_sqrt, solve_lower
 from numpyro_gpaug.math.whitening import cholesky_of_sums
-from numpyro_gpaug.model.structure import Block, Structure, conditional_of, fill
+from numpyro_gpaug.model.latents import Structure
+from numpyro_gpaug.model.structure import Block, conditional_of, fill
 from numpyro_gpaug.model.view import ModelView
 
 

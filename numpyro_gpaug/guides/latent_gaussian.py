@@ -34,7 +34,7 @@ from numpyro_gpaug.model.forms import refuse_large
 from numpyro_gpaug.model.gaussians import field
 from numpyro_gpaug.model.inspect_joint import inspect_joint, joint_structure_at
 from numpyro_gpaug.model.joint import JointView
-from numpyro_gpaug.model.latents import JOINT, Grouping, JointStructure
+from numpyro_gpaug.model.latents import JOINT, Grouping, Structure
 from numpyro_gpaug.model.marginals import with_latent_axis
 from numpyro_gpaug.model.structure import any_key, remembered
 from numpyro_gpaug.model.whitened import whitened
@@ -145,15 +145,7 @@ class AutoLatentGaussian(ProcessGuide):
         """Whether closed-form updates can change its params."""
         return self.covariance == "natural"
 
-    @property
-    def structure(self) -> JointStructure:
-        found = super().structure
-        assert isinstance(found, JointStructure)
-        return found
-
-    def read(
-        self, model: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> JointStructure:
+    def read(self, model: Callable[..., Any], *args: Any, **kwargs: Any) -> Structure:
         purpose = self._purpose if self.conjugate else WHITE
         found = inspect_joint(model, purpose, *args, **kwargs)
         if not self.conjugate:
@@ -166,7 +158,7 @@ class AutoLatentGaussian(ProcessGuide):
                 )
         return found
 
-    def _structure_at(self, structure: Any, arguments: Arguments) -> JointStructure:
+    def _structure_at(self, structure: Any, arguments: Arguments) -> Structure:
         return joint_structure_at(self.model, structure, arguments)
 
     def view(
@@ -314,7 +306,6 @@ class AutoLatentGaussian(ProcessGuide):
         :return: whether latents are few and dense.
         """
         structure, static = self.structure_at(arguments), arguments.static
-        assert structure.joint
         if not structure.form.any_rows or structure.size > MOST_TURNED:
             return False
         here = structure.unturned

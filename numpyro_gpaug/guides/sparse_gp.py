@@ -32,10 +32,10 @@ from numpyro_gpaug.math.linalg import precise
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.inspect_joint import warn_of_points
 from numpyro_gpaug.model.jaxpr import dependence_tree
+from numpyro_gpaug.model.latents import Structure
 from numpyro_gpaug.model.marginals import moments_of, with_latent_axis
 from numpyro_gpaug.model.structure import (
     Block,
-    Structure,
     conditional_of,
     flat_functions,
     remembered,

@@ -23,7 +23,7 @@ from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.gaussians.dense import AffineMap
 from numpyro_gpaug.gaussians.rows import Rows
 from numpyro_gpaug.math import linalg
-from numpyro_gpaug.model.latents import Grouping, JointStructure
+from numpyro_gpaug.model.latents import Grouping, Structure
 from numpyro_gpaug.model.program import Program
 
 Shapes = dict[str, jax.ShapeDtypeStruct]
@@ -99,7 +99,7 @@ class Predictors(NamedTuple):
     :param adjacent: whether each may depend on two adjacent steps of a chain.
     """
 
-    structure: JointStructure
+    structure: Structure
     offset: Array
     push: Callable[[dict[str, Array]], Array] | BySites
     residual: Array

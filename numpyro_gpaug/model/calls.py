@@ -10,9 +10,9 @@ import jax
 import numpy as np
 
 from numpyro_gpaug.model.arguments import is_array
+from numpyro_gpaug.model.latents import Structure
 from numpyro_gpaug.model.signatures import argument_names
 from numpyro_gpaug.model.sources import sources
-from numpyro_gpaug.model.structure import Structure
 
 
 def check_key(key: Any) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from math import inf, prod
 from typing import NamedTuple
 
-from numpyro_gpaug.model.latents import JointStructure
+from numpyro_gpaug.model.latents import Structure
 
 # The programs of other forms take a quarter of a second longer to compile: so many
 # operations they have to save, as long as that in two hundred sweeps, ten fits.
@@ -41,7 +41,7 @@ class Purpose(NamedTuple):
     projected: bool = False
     largest: int = MAX_DENSE
 
-    def overhead(self, form: JointStructure) -> float:
+    def overhead(self, form: Structure) -> float:
         """Return the number of operations that a form has to save.
 
         :param form: a form with groups or chains.
@@ -50,7 +50,7 @@ class Purpose(NamedTuple):
             return 0.0
         return _OVERHEAD
 
-    def contents(self, structure: JointStructure, rows: int) -> bool:
+    def contents(self, structure: Structure, rows: int) -> bool:
         """Whether one dense matrix is as good as any form can be.
 
         :param structure: the dense structure of a model.

@@ -65,7 +65,9 @@ class Dependencies:
             found = parts_of(trace, (), tuple(survey.observed))
             for name in survey.observed:
                 self._visit(name, trace[name]["fn"])
-            priors = {k: x for k, x in found.others.items() if k not in values}
+            priors: dict[str, Any] = {
+                k: x for k, x in found.others.items() if k not in values
+            }
             for block in processes:
                 f = conditional_of(trace, block)
                 gp = f.gp.loadings, f.gp.bias

@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from numpyro_gpaug.likelihoods.expectations import Route
-from numpyro_gpaug.model.structure import Block, Observed, Structure
+from numpyro_gpaug.model.latents import Structure
+from numpyro_gpaug.model.structure import Block, Observed
 
 Row = tuple[str, str, str]
 

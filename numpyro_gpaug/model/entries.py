@@ -28,6 +28,9 @@ from numpyro_gpaug.model.jaxpr import (
     ELEMENTWISE,
     LINEAR,
     LINEAR_IN,
+    MOVES,
+    RESHAPES,
+    SUMS,
     called_jaxpr,
     called_name,
     source_of,
@@ -40,14 +43,11 @@ NONE, SUM, MIXED = -1, -2, -3
 
 Places = tuple[Any, ...]
 
-_SUMS = {"reduce_sum", "cumsum"}
 # Nonlinear functions of all entries along some axes.
 _ALONG = {
     "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax",
     "argmin", "cumlogsumexp", "cummax", "cummin", "cumprod", "sort",
 }  # fmt: skip
-_RESHAPES = {"reshape", "squeeze", "expand_dims"}
-_MOVES = _RESHAPES | {"broadcast_in_dim", "transpose", "slice", "rev", "tile"}
 
 
 class Term(NamedTuple):
@@ -232,7 +232,7 @@ class Entries:
             if all(_fits(v.aval.shape, shape) for v in eqn.invars):
                 linear = self._is_linear(eqn, operands)
                 return [self._combined(moving, shape, linear)]
-        if name in _MOVES and len(moving) == 1:
+        if name in MOVES and len(moving) == 1:
             return [self._moved(eqn, moving[0])]
         if name.startswith("scatter"):
             at = operands[1].value
@@ -240,8 +240,8 @@ class Entries:
                 return [self._scatter(eqn, operands)]
         if name in _RULES:
             return _RULES[name](self, eqn, operands)
-        if name in _SUMS or name in _ALONG:
-            return self._reduced(eqn, moving, linear=name in _SUMS)
+        if name in SUMS or name in _ALONG:
+            return self._reduced(eqn, moving, linear=name in SUMS)
         linear = self._is_linear(eqn, operands)
         whole = [self._whole(places, linear) for places in moving]
         return [self._combined(whole, shape, linear) for shape in shapes]
@@ -625,7 +625,7 @@ def _is_constant(places: Places, axes: Sequence[int]) -> bool:
 def _move(eqn: Any, p: Any, others: Sequence[Any]) -> Any:
     params, shape = eqn.params, eqn.outvars[0].aval.shape
     name = eqn.primitive.name
-    if name in _RESHAPES and params.get("dimensions", ()) is not None:
+    if name in RESHAPES and params.get("dimensions", ()) is not None:
         return p.reshape(shape)
     if name == "broadcast_in_dim":
         return _spread(p, params["broadcast_dimensions"], shape)

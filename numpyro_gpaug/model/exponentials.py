@@ -27,13 +27,9 @@ from jax.extend.core import Literal
 
 from numpyro_gpaug.math.equations import applied, walked
 from numpyro_gpaug.model.frontier import Frontier
-from numpyro_gpaug.model.jaxpr import called_jaxpr
+from numpyro_gpaug.model.jaxpr import COPIES, MOVES, called_jaxpr
 
-# Of one operand, of which they move entries.
-_MOVES = {
-    "broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "slice",
-    "copy", "copy_p", "convert_element_type",
-}  # fmt: skip
+_MOVES = MOVES | COPIES
 
 
 class NoFormError(Exception):

@@ -26,7 +26,7 @@ from numpyro_gpaug.model.joint import JointView
 from numpyro_gpaug.model.latents import (
     GaussianSite,
     Grouping,
-    JointStructure,
+    Structure,
     coded,
 )
 from numpyro_gpaug.model.links import Declared
@@ -46,12 +46,12 @@ class Asked(NamedTuple):
     :param rows: the number of predictors.
     """
 
-    view: Callable[[JointStructure, tuple[Array, ...]], JointView]
+    view: Callable[[Structure, tuple[Array, ...]], JointView]
     arrays: tuple[Array, ...]
     pairs: tuple[Array, Array] | None
     rows: int
 
-    def misfit(self, structure: JointStructure) -> float:
+    def misfit(self, structure: Structure) -> float:
         """Return :meth:`~numpyro_gpaug.model.affine.Predictors.misfit` as a number."""
 
         def misfit(arrays: tuple[Array, ...], pairs: Any) -> Array:
@@ -59,7 +59,7 @@ class Asked(NamedTuple):
 
         return float(once(misfit, self.arrays, self.pairs))
 
-    def recurrences(self, structure: JointStructure) -> tuple[Grouping, ...]:
+    def recurrences(self, structure: Structure) -> tuple[Grouping, ...]:
         """Return the sites with transitions between steps, whatever predictors depend
         on them. Sites that can be read as one chain or as several are listed both ways.
         The result is empty if the arguments are traced."""
@@ -78,7 +78,7 @@ class Asked(NamedTuple):
         return tuple(loop.steps for loop, misfit in pairs if misfit < ROUNDING)
 
     def looked_at(
-        self, structure: JointStructure, singles: list[Grouping]
+        self, structure: Structure, singles: list[Grouping]
     ) -> list[tuple[Any, Any, Any]]:
         """Return, by grouping, whether each predictor depends on single numbers of the
         grouping, the places of these numbers, and how far the response to random
@@ -92,9 +92,7 @@ class Asked(NamedTuple):
         return once(looked_at, self.arrays)
 
 
-def find_form(
-    structure: JointStructure, asked: Asked, purpose: Purpose
-) -> JointStructure:
+def find_form(structure: Structure, asked: Asked, purpose: Purpose) -> Structure:
     """Return a structure in the form that costs least: groups, steps of chains, or one
     dense matrix. The dense structure is returned unchanged if the arguments are traced.
 
@@ -130,11 +128,11 @@ def find_form(
 
 
 def find_sparse(
-    structure: JointStructure,
+    structure: Structure,
     asked: Asked,
     purpose: Purpose,
     fields: dict[str, Field],
-) -> JointStructure | None:
+) -> Structure | None:
     """Return a structure in which fields, and other sites of whose members each datum
     depends on one, are the nodes of a sparse precision; ``None`` if it does not exist,
     or if one dense matrix costs less.
@@ -199,11 +197,11 @@ def _colourings(own: Field, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
 
 
 def _sparse(
-    structure: JointStructure,
+    structure: Structure,
     found: list[tuple[Grouping, np.ndarray]],
     pairs: tuple[Array, Array] | None,
     fields: dict[str, Field],
-) -> JointStructure:
+) -> Structure:
     """Return a structure with a sparse precision.
 
     :param structure: the dense structure of a model.
@@ -252,8 +250,8 @@ def _once(chains: tuple[Grouping, ...]) -> tuple[Grouping, ...]:
 
 
 def _groups(
-    structure: JointStructure, found: list[Grouping], chains: tuple[Grouping, ...]
-) -> JointStructure | None:
+    structure: Structure, found: list[Grouping], chains: tuple[Grouping, ...]
+) -> Structure | None:
     """Take the largest grouping, except steps, as groups.
 
     :param structure: the dense structure of a model.
@@ -267,8 +265,8 @@ def _groups(
 
 
 def _chain(
-    structure: JointStructure, found: list[Grouping], chains: tuple[Grouping, ...]
-) -> JointStructure | None:
+    structure: Structure, found: list[Grouping], chains: tuple[Grouping, ...]
+) -> Structure | None:
     """Take the steps of the largest chains as groups, together with other sites that
     have a member per step. The arguments are those of :func:`_groups`."""
     along = [g for g in (_of_steps(structure, g, chains) for g in found) if g.sites]
@@ -287,7 +285,7 @@ def _chain(
     return ordered.in_form(form, (first, *chosen))
 
 
-def _disjoint(structure: JointStructure, found: list[Grouping]) -> list[Grouping]:
+def _disjoint(structure: Structure, found: list[Grouping]) -> list[Grouping]:
     """Return groupings of different sites, the largest first."""
     chosen: list[Grouping] = []
     while found := [g for g in found if g.sites]:
@@ -322,7 +320,7 @@ def _apart(found: list[Grouping], chains: tuple[Grouping, ...]) -> list[Grouping
 
 
 def _of_steps(
-    structure: JointStructure, grouping: Grouping, chains: tuple[Grouping, ...]
+    structure: Structure, grouping: Grouping, chains: tuple[Grouping, ...]
 ) -> Grouping:
     """Return the sites of a grouping whose members are steps of chains of one length;
     an empty grouping if there are none."""
@@ -338,7 +336,7 @@ def _of_steps(
 
 
 def _groupings(
-    structure: JointStructure, members: Iterable[tuple[Grouping, np.ndarray | None]]
+    structure: Structure, members: Iterable[tuple[Grouping, np.ndarray | None]]
 ) -> list[Grouping]:
     """Return groupings of sites such that every datum depends on one member. Sites are
     in one grouping if this member is the same.
@@ -379,7 +377,7 @@ def _axes(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 
 def _alone(
-    structure: JointStructure,
+    structure: Structure,
     site: GaussianSite,
     axes: tuple[int, ...],
     chains: tuple[Grouping, ...],
@@ -443,7 +441,7 @@ def _group_of_data(
 
 
 def refuse_large(
-    structure: JointStructure,
+    structure: Structure,
     chains: tuple[Grouping, ...] = (),
     largest: int = MAX_DENSE,
 ) -> None:

@@ -21,14 +21,14 @@ import numpy as np
 from jax.extend.core import Literal
 
 from numpyro_gpaug.model.entries import NONE, Entries, Places, partners, places_of
+from numpyro_gpaug.model.jaxpr import COPIES, RESHAPES
 from numpyro_gpaug.model.listing import Operation, execute
 from numpyro_gpaug.model.program import Program
 
 # From a root to what becomes nonlinear: one operand that depends on latents, and as
 # many entries of it as of the result, or copies of them.
-_WALKED = {
-    "add", "sub", "mul", "div", "neg", "select_n", "broadcast_in_dim", "reshape",
-    "squeeze", "expand_dims", "convert_element_type", "copy", "copy_p",
+_WALKED = RESHAPES | COPIES | {
+    "add", "sub", "mul", "div", "neg", "select_n", "broadcast_in_dim",
 }  # fmt: skip
 
 

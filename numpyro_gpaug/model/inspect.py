@@ -21,9 +21,9 @@ from numpyro_gpaug.likelihoods.expectations import Route, base_distribution
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.dependencies import Dependencies
 from numpyro_gpaug.model.domains import LINK
+from numpyro_gpaug.model.latents import Structure
 from numpyro_gpaug.model.plates import trace_plates
 from numpyro_gpaug.model.structure import (
-    Structure,
     Trace,
     conditional_of,
     flat_functions,
@@ -74,6 +74,7 @@ def inspect_model(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Struc
         plates=survey.plates,
         functions={b.name: survey.inputs[b.name] for b in processes},
         constraints=survey.constraints,
+        process_names=tuple(b.name for b in blocks if b.is_process),
         gaussian_others=tuple(n for n in others if n in gaussian),
     )
 

@@ -24,16 +24,16 @@ from numpyro_gpaug.model.joint_reading import Reading
 from numpyro_gpaug.model.latents import (
     GaussianSite,
     Grouping,
-    JointStructure,
+    Structure,
 )
 from numpyro_gpaug.model.loops import refuse_reversed
-from numpyro_gpaug.model.structure import Structure, any_key
+from numpyro_gpaug.model.structure import any_key
 from numpyro_gpaug.model.survey import Survey
 
 
 def inspect_joint(
     model: Callable[..., Any], purpose: Purpose, *args: Any, **kwargs: Any
-) -> JointStructure:
+) -> Structure:
     """Return the structure of a model for one joint Gaussian on its latents.
 
     :param model: a NumPyro model.
@@ -50,7 +50,7 @@ def inspect_joint(
 
 def read_joint(
     model: Callable[..., Any], purpose: Purpose, arguments: Arguments
-) -> JointStructure:
+) -> Structure:
     """Return the structure of a model, with a sparse precision if it has large fields,
     and otherwise with one dense matrix.
 
@@ -90,11 +90,11 @@ def _warn_of_rounding(survey: Survey) -> None:
 
 
 def in_form(
-    structure: JointStructure,
+    structure: Structure,
     model: Callable[..., Any],
     purpose: Purpose,
     arguments: Arguments,
-) -> JointStructure:
+) -> Structure:
     """Return a structure in the form that costs least. One with a sparse precision is
     returned unchanged.
 
@@ -114,12 +114,12 @@ def in_form(
 
 
 def _asked(
-    structure: JointStructure, model: Callable[..., Any], arguments: Arguments
+    structure: Structure, model: Callable[..., Any], arguments: Arguments
 ) -> tuple[Asked, JointView]:
     """Return queries of the dependence of predictors on latents, and the view of the
     model."""
 
-    def seen(structure: JointStructure, arrays: tuple[Array, ...]) -> JointView:
+    def seen(structure: Structure, arrays: tuple[Array, ...]) -> JointView:
         given = arguments._replace(arrays=arrays)
         return JointView(structure, model, given, {}, any_key())
 
@@ -133,7 +133,7 @@ def _read(
     arguments: Arguments,
     survey: Survey,
     fields: tuple[str, ...],
-) -> JointStructure | None:
+) -> Structure | None:
     """Return the structure of a model, before a form is chosen; ``None`` if a site in
     coordinates of its own cannot be part of the Gaussian.
 
@@ -162,13 +162,14 @@ def _read(
     others = {k: survey.shapes[k] for k in survey.latent if k not in names}
     if any(others.values()):
         check_indices(program_of_others(model, arguments, others, {}, survey.dtype))
-    return JointStructure(
+    return Structure(
         blocks=(),
         others=tuple(n for n in survey.latent if n not in names),
         observed=tuple(found.observed(n) for n in survey.observed),
         plates=survey.plates,
         functions=survey.functions,
         constraints=survey.constraints,
+        joint=True,
         dtype=survey.dtype,
         held=tuple(held),
         shapes=tuple(survey.shapes.items()),
@@ -214,8 +215,8 @@ def _chosen(
 
 
 def joint_structure_at(
-    model: Callable[..., Any], structure: JointStructure, arguments: Arguments
-) -> JointStructure:
+    model: Callable[..., Any], structure: Structure, arguments: Arguments
+) -> Structure:
     """Return ``structure`` with the plates and shapes of the model at these arguments.
 
     :param model: the model.
@@ -241,7 +242,7 @@ def joint_structure_at(
     )
 
 
-def _check_members(structure: JointStructure, grouping: Grouping) -> None:
+def _check_members(structure: Structure, grouping: Grouping) -> None:
     """Raise if sites that had members in common no longer have equally many.
 
     :param structure: the structure of the model at new arguments.

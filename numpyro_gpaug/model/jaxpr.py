@@ -49,12 +49,15 @@ LINEAR = {
     "add", "sub", "neg", "add_any", "copy", "copy_p", "real", "imag", "conj", "complex",
     "select_n", "reduce_precision", "stop_gradient",
 }  # fmt: skip
-_MOVES = {
-    "broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "slice",
-    "rev", "gather", "dynamic_slice", "pad", "split", "concatenate", "stack", "unstack",
-    "tile",
+COPIES = {"copy", "copy_p", "convert_element_type"}
+RESHAPES = {"reshape", "squeeze", "expand_dims"}
+# Operations that move, repeat and drop entries of one operand.
+MOVES = RESHAPES | {"broadcast_in_dim", "transpose", "slice", "rev", "tile"}
+_PLACED = MOVES | {
+    "gather", "dynamic_slice", "pad", "split", "concatenate", "stack", "unstack",
 }  # fmt: skip
-_SUMS = {"reduce_sum", "cumsum", "reduce_window_sum", "fft"}
+SUMS = {"reduce_sum", "cumsum"}
+_SUMS = SUMS | {"reduce_window_sum", "fft"}
 # Operations that are linear in one of two operands, the other fixed.
 BILINEAR = {"mul", "div", "dot_general", "conv_general_dilated"}
 # Operations that are linear in these operands together, the others fixed.
@@ -265,7 +268,7 @@ class Reader:
         joined = _join(states)
         if name in ("concatenate", "stack"):
             return self._side_by_side(eqn, operands)
-        if name in _MOVES and (name == "pad" or not any(states[1:])):
+        if name in _PLACED and (name == "pad" or not any(states[1:])):
             indices = tuple(value.token for value in operands[1:])
             return self._moved(joined, (name, _static(eqn), indices))
         moving = {k for k, state in enumerate(states) if state}

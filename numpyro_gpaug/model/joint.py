@@ -33,7 +33,7 @@ from numpyro_gpaug.model.expectation import (
 from numpyro_gpaug.model.frontier import Frontier, frontier, index_of
 from numpyro_gpaug.model.gaussians import Field, field
 from numpyro_gpaug.model.indices import program_of_others
-from numpyro_gpaug.model.latents import JOINT, Grouping, JointStructure
+from numpyro_gpaug.model.latents import JOINT, Grouping, Structure
 from numpyro_gpaug.model.links import Chained, Declared
 from numpyro_gpaug.model.loops import Loop, loops
 from numpyro_gpaug.model.program import Gather, Program
@@ -75,7 +75,7 @@ class JointView:
 
     def __init__(
         self,
-        structure: JointStructure,
+        structure: Structure,
         model: Callable[..., Any],
         arguments: Arguments,
         values: dict[str, Any],
@@ -329,15 +329,18 @@ class JointView:
     # Processes by their function values, for samplers.
 
     @cached_property
-    def conditionals(self) -> dict[str, Conditional]:
-        """The distributions of function values given inducing values, by process.
-        Processes as chains of states are left out."""
+    def _conditionals(self) -> dict[str, Any]:
+        """The conditional distributions of the processes at their inputs, by name."""
         zeros = {k: jnp.zeros(s.shape, s.dtype) for k, s in self._shapes.items()}
         model = whitened(self._model, zeros, self.structure.fields)
         trace = run_model(model, self.arguments, self._key, self.values)
-        made = {
-            k: trace[k]["fn"] for k in self.structure.functions if f"{k}.v" in zeros
-        }
+        return {name: trace[name]["fn"] for name in self.structure.functions}
+
+    @property
+    def conditionals(self) -> dict[str, Conditional]:
+        """The distributions of function values given inducing values, by process.
+        Processes as chains of states are left out."""
+        made = {k: x for k, x in self._conditionals.items() if f"{k}.v" in self._shapes}
         return {k: x for k, x in made.items() if not isinstance(x, MarkovConditional)}
 
     @cached_property

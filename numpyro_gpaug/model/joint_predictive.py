@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import warnings
 from copy import copy
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import jax
@@ -53,8 +53,7 @@ from numpyro_gpaug.model.jaxpr import dependence_tree
 from numpyro_gpaug.model.joint import REGISTERED, JointView
 from numpyro_gpaug.model.known_rows import conditioned, local_names, refuse_others
 from numpyro_gpaug.model.latents import JOINT
-from numpyro_gpaug.model.structure import Observed, run_model
-from numpyro_gpaug.model.whitened import whitened
+from numpyro_gpaug.model.structure import Observed
 
 _NO_FACTORS = (
     "leave_one_out needs one or two predictors of its own for each datum of {0!r}, and "
@@ -182,15 +181,6 @@ class JointPredictiveView(JointView):
         """Return the names of the processes that a variable depends on."""
         state = self._program.value(variable).state
         return [name for name in self.structure.functions if name in state]
-
-    @cached_property
-    def _conditionals(self) -> dict[str, Any]:
-        """The conditional distributions of the processes at their inputs, by name."""
-        shapes = self._shapes | self.structure.functions
-        zeros = {k: jnp.zeros(s.shape, s.dtype) for k, s in shapes.items()}
-        model = whitened(self._model, zeros)
-        trace = run_model(model, self.arguments, self._key, self.values)
-        return {name: trace[name]["fn"] for name in self.structure.functions}
 
     def given_rows(self, q: Any, predicted: str) -> Any:
         """Return the Gaussian on the latents given other observations at the new rows,

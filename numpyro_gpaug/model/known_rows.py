@@ -22,17 +22,17 @@ from numpyro_gpaug.likelihoods.expectations import (
 )
 from numpyro_gpaug.math import linalg
 from numpyro_gpaug.model.affine import Predictors
-from numpyro_gpaug.model.latents import JointStructure
+from numpyro_gpaug.model.latents import Structure
 from numpyro_gpaug.model.predictors import Likelihood, scaled_sum
 from numpyro_gpaug.model.structure import Observed
 
 
-def local_names(structure: JointStructure) -> set[str]:
+def local_names(structure: Structure) -> set[str]:
     """Return the names of the latents that have a member for every row."""
     return {s.name for s in structure.sites if s.local}
 
 
-def refuse_others(site: Observed, law: Any, structure: JointStructure) -> None:
+def refuse_others(site: Observed, law: Any, structure: Structure) -> None:
     """Raise for observations that a Gaussian cannot be conditioned on.
 
     :param site: a site that is observed at the new rows.
@@ -59,7 +59,7 @@ def refuse_others(site: Observed, law: Any, structure: JointStructure) -> None:
 
 def conditioned(
     q: Any,
-    structure: JointStructure,
+    structure: Structure,
     predictors: list[Predictors],
     laws: list[Likelihood],
 ) -> Moments:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The structure of a model with one joint Gaussian on its latents."""
+"""The structure of a model: its Gaussian latents, and the form of their precision."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -17,7 +18,7 @@ from numpyro_gpaug.gaussians import Structure as Form
 from numpyro_gpaug.gaussians import unstructured
 from numpyro_gpaug.gaussians.base import Layout, StructurePrior
 from numpyro_gpaug.math.recurrences import linked_along, split, white_along
-from numpyro_gpaug.model.structure import Block, Structure
+from numpyro_gpaug.model.structure import Block, Observed, Plate
 
 
 class GaussianSite(NamedTuple):
@@ -72,9 +73,19 @@ def coded(colours: np.ndarray) -> str:
 
 
 @dataclass(frozen=True)
-class JointStructure(Structure):
-    """The structure of a model with one joint Gaussian on its latents.
+class Structure:
+    """The structure of a model.
 
+    :param blocks: Gaussian processes and plain Gaussian weight vectors that are
+        independent; or the one block of all latents that are jointly Gaussian.
+    :param others: names of all other latent sites.
+    :param observed: observed sites.
+    :param plates: plates by name, at the arguments of the analysis.
+    :param functions: shapes of the function values of processes, at the same arguments.
+    :param constraints: constraints of the model's params, by name.
+    :param process_names: names of the Gaussian processes.
+    :param gaussian_others: other latent sites that have a Gaussian distribution.
+    :param joint: whether one Gaussian has all latents. What follows describes it.
     :param sites: Gaussian sample sites, in the order of the model.
     :param dtype: the dtype of the joint Gaussian.
     :param held: Gaussian sites outside the joint Gaussian, fixed at a point estimate,
@@ -89,12 +100,19 @@ class JointStructure(Structure):
         last of the axes over members is over steps.
     :param basis: an orthogonal matrix as bytes of float64, if the numbers of a dense
         Gaussian are coordinates in its columns; see :meth:`turned`.
-    :param process_names: names of the Gaussian processes at inducing inputs, which are
-        not blocks of their own.
     :param fields: names of the sites in coordinates of their own, whose prior has a
         sparse precision (:class:`~numpyro_gpaug.model.gaussians.Field`).
     """
 
+    blocks: tuple[Block, ...]
+    others: tuple[str, ...]
+    observed: tuple[Observed, ...]
+    plates: dict[str, Plate]
+    functions: dict[str, jax.ShapeDtypeStruct]
+    constraints: dict[str, Any]
+    process_names: tuple[str, ...] = ()
+    gaussian_others: tuple[str, ...] = ()
+    joint: bool = False
     sites: tuple[GaussianSite, ...] = ()
     dtype: Any = None
     held: tuple[tuple[str, str], ...] = ()
@@ -103,28 +121,58 @@ class JointStructure(Structure):
     groupings: tuple[Grouping, ...] = ()
     recurrences: tuple[Grouping, ...] = ()
     basis: bytes | None = None
-    process_names: tuple[str, ...] = ()
     fields: tuple[str, ...] = ()
 
-    joint = True
+    @property
+    def processes(self) -> tuple[Block, ...]:
+        """The blocks that are Gaussian processes."""
+        return tuple(b for b in self.blocks if b.is_process)
 
     @property
     def weights(self) -> tuple[Block, ...]:
-        return ()
+        """The blocks that are plain weight vectors."""
+        return () if self.joint else tuple(b for b in self.blocks if not b.is_process)
+
+    @property
+    def largest(self) -> int:
+        """The number of rows of the largest dense matrix that a step factorises."""
+        return max((b.shape[-1] for b in self.blocks), default=0)
+
+    def sources(self) -> dict[str, tuple[str, ...]]:
+        """Return names of the blocks that each predictor depends on."""
+        return {
+            predictor: sources
+            for site in self.observed
+            for predictor, sources in zip(site.predictors, site.sources, strict=True)
+        }
+
+    @property
+    def subsampled(self) -> dict[str, Plate]:
+        """The plates that draw a proper subsample."""
+        return {k: p for k, p in self.plates.items() if p.subsample_size < p.size}
 
     @property
     def zeros(self) -> dict[str, Array]:
-        return {s.name: jnp.zeros(s.value_shape, self.dtype) for s in self.sites}
+        """Zeros for the site of every block, or for all jointly Gaussian sites."""
+        if self.joint:
+            shapes = [(s.name, s.value_shape, self.dtype) for s in self.sites]
+        else:
+            shapes = [(b.site, b.shape, b.dtype) for b in self.blocks]
+        return {name: jnp.zeros(shape, dtype) for name, shape, dtype in shapes}
 
     @property
     def size(self) -> int:
         """The size of the joint Gaussian."""
         return self.blocks[0].shape[0] if self.blocks else 0
 
-    def sizeless(self) -> JointStructure:
-        return replace(self, plates={}, constraints={}, shapes=(), basis=None)
+    def sizeless(self) -> Structure:
+        """Return this structure without the parts that depend on the arguments or their
+        values."""
+        functions = self.functions if self.joint else {}
+        kept = replace(self, plates={}, constraints={}, functions=functions)
+        return replace(kept, shapes=(), basis=None)
 
-    def places(self, here: JointStructure) -> np.ndarray:
+    def places(self, here: Structure) -> np.ndarray:
         """Return the places of another structure's numbers among the numbers of this
         one; -1 for new members. Both are structures of the same model.
 
@@ -140,11 +188,11 @@ class JointStructure(Structure):
                 found[theirs[site.name][part]] = own[site.name][part]
         return found
 
-    def with_sites(self, sites: tuple[GaussianSite, ...]) -> JointStructure:
+    def with_sites(self, sites: tuple[GaussianSite, ...]) -> Structure:
         """Return this structure with sites of other shapes."""
         return replace(self, sites=sites)._of_its_size()
 
-    def _of_its_size(self) -> JointStructure:
+    def _of_its_size(self) -> Structure:
         total = sum(
             self.members(p) * self.each(p) if isinstance(p, Grouping) else prod(p.shape)
             for p in self._parts
@@ -165,7 +213,7 @@ class JointStructure(Structure):
 
     # In another basis.
 
-    def turned(self, projection: np.ndarray) -> JointStructure:
+    def turned(self, projection: np.ndarray) -> Structure:
         """Return the dense structure whose numbers are coordinates in principal
         directions of the predictors. Standard normal numbers remain standard normal.
         The information of the data about one coordinate is then separate from the
@@ -181,10 +229,12 @@ class JointStructure(Structure):
 
     @property
     def basis_mark(self) -> int:
+        """A fingerprint of the basis of the latents; 0 for the standard basis."""
         return zlib.crc32(self.basis or b"")
 
     @property
-    def unturned(self) -> JointStructure:
+    def unturned(self) -> Structure:
+        """Return this structure in the basis of the latents in the model."""
         return replace(self, basis=None)
 
     @property
@@ -224,21 +274,21 @@ class JointStructure(Structure):
 
     # Forms.
 
-    def in_form(self, form: Form, groupings: tuple[Grouping, ...]) -> JointStructure:
+    def in_form(self, form: Form, groupings: tuple[Grouping, ...]) -> Structure:
         """Return this structure in another form, with its numbers in another order.
 
         :param form: the form, for any numbers of latents.
-        :param groupings: see :class:`JointStructure`.
+        :param groupings: see :class:`Structure`.
         """
         return replace(self, form=form, groupings=groupings)._of_its_size()
 
-    def in_steps(self, recurrences: tuple[Grouping, ...]) -> JointStructure:
+    def in_steps(self, recurrences: tuple[Grouping, ...]) -> Structure:
         """Return this structure with transitions between the steps of these sites, and
         of no others."""
         return replace(self, recurrences=recurrences)
 
     @property
-    def unstructured(self) -> JointStructure:
+    def unstructured(self) -> Structure:
         """Return this structure with independent standard normal numbers and a dense
         precision."""
         return self.in_steps(()).in_form(unstructured(0), ())

@@ -39,7 +39,7 @@ from jax import Array, lax
 from numpyro_gpaug.math import small
 from numpyro_gpaug.math.recurrences import step_before
 from numpyro_gpaug.model.affine import relative
-from numpyro_gpaug.model.latents import Grouping, JointStructure
+from numpyro_gpaug.model.latents import Grouping, Structure
 from numpyro_gpaug.model.loops import Loop, affine, names
 from numpyro_gpaug.model.program import Program
 
@@ -107,7 +107,7 @@ class Chained:
     def __init__(
         self,
         program: Program,
-        structure: JointStructure,
+        structure: Structure,
         loop: Loop,
         known: dict[int, Array],
     ) -> None:

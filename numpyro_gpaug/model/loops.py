@@ -12,7 +12,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.math.equations import carried_by
-from numpyro_gpaug.model.latents import Grouping, JointStructure
+from numpyro_gpaug.model.latents import Grouping, Structure
 from numpyro_gpaug.model.program import Program
 
 # Numbers of a step's state, and of a block of steps, at most.
@@ -46,7 +46,7 @@ class Loop(NamedTuple):
     step: _Step
 
 
-def loops(program: Program, structure: JointStructure) -> Iterator[Loop]:
+def loops(program: Program, structure: Structure) -> Iterator[Loop]:
     """Iterate over loops that may be recurrences of the numbers of Gaussian sites.
 
     :param program: the program of a model, from standard normal numbers.

@@ -24,13 +24,8 @@ from numpyro_gpaug.likelihoods.expectations import base_distribution
 from numpyro_gpaug.math.compiling import ahead
 from numpyro_gpaug.math.sharding import of_this_process
 from numpyro_gpaug.model.arguments import Arguments
-from numpyro_gpaug.model.structure import (
-    Structure,
-    Trace,
-    flat_functions,
-    remembered,
-    run_model,
-)
+from numpyro_gpaug.model.latents import Structure
+from numpyro_gpaug.model.structure import Trace, flat_functions, remembered, run_model
 
 
 def unobserved_error(names: Iterable[str]) -> ValueError:

@@ -14,13 +14,10 @@ from jax.core import Tracer
 from jax.extend.core import Literal
 
 from numpyro_gpaug.math.compiling import once
-from numpyro_gpaug.model.jaxpr import Reader, jaxpr_and_tree
+from numpyro_gpaug.model.jaxpr import COPIES, MOVES, Reader, jaxpr_and_tree
 from numpyro_gpaug.model.listing import Listing, execute
 
-_INDEX_MOVES = {
-    "concatenate", "broadcast_in_dim", "reshape", "convert_element_type", "squeeze",
-    "expand_dims", "copy", "stack", "transpose",
-}  # fmt: skip
+_INDEX_MOVES = MOVES | COPIES | {"concatenate", "stack"}
 
 
 class Gather(NamedTuple):

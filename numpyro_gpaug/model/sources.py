@@ -22,8 +22,9 @@ from numpyro_gpaug.model.jaxpr import (
     dependences,
     jaxpr_and_tree,
 )
+from numpyro_gpaug.model.latents import Structure
 from numpyro_gpaug.model.signatures import argument_names
-from numpyro_gpaug.model.structure import Structure, flat_functions, run_model
+from numpyro_gpaug.model.structure import flat_functions, run_model
 
 # By the parameter that says along which axes, operations that make one number of many,
 # and that put them in order.

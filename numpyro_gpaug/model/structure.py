@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The structure of a model (its Gaussian blocks, other latents and observed sites), and
-runs of the model with some of them given."""
+"""Parts of a model (Gaussian blocks, observed sites, plates), and runs of the model
+with some of its sites given."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -95,84 +94,6 @@ class Plate(NamedTuple):
 
     size: int
     subsample_size: int
-
-
-@dataclass(frozen=True)
-class Structure:
-    """The parts of a model.
-
-    :param blocks: Gaussian processes and plain Gaussian weight vectors.
-    :param others: names of all other latent sites.
-    :param observed: observed sites.
-    :param plates: plates by name, at the arguments of the analysis.
-    :param functions: shapes of the function values of processes, at the same arguments.
-    :param constraints: constraints of the model's params, by name.
-    :param gaussian_others: other latent sites that have a Gaussian distribution.
-    """
-
-    blocks: tuple[Block, ...]
-    others: tuple[str, ...]
-    observed: tuple[Observed, ...]
-    plates: dict[str, Plate]
-    functions: dict[str, jax.ShapeDtypeStruct]
-    constraints: dict[str, Any]
-    gaussian_others: tuple[str, ...] = ()
-
-    #: Whether one Gaussian has all latents.
-    joint: ClassVar[bool] = False
-
-    @property
-    def processes(self) -> tuple[Block, ...]:
-        """The blocks that are Gaussian processes."""
-        return tuple(b for b in self.blocks if b.is_process)
-
-    @property
-    def process_names(self) -> tuple[str, ...]:
-        """Names of the Gaussian processes."""
-        return tuple(b.name for b in self.processes)
-
-    @property
-    def weights(self) -> tuple[Block, ...]:
-        """The blocks that are plain weight vectors."""
-        return tuple(b for b in self.blocks if not b.is_process)
-
-    @property
-    def largest(self) -> int:
-        """The number of rows of the largest dense matrix that a step factorises."""
-        return max((b.shape[-1] for b in self.blocks), default=0)
-
-    def sources(self) -> dict[str, tuple[str, ...]]:
-        """Return names of the blocks that each predictor depends on."""
-        return {
-            predictor: sources
-            for site in self.observed
-            for predictor, sources in zip(site.predictors, site.sources, strict=True)
-        }
-
-    def sizeless(self) -> Structure:
-        """Return this structure without the parts that depend on the arguments or their
-        values: plates, functions and constraints."""
-        return replace(self, plates={}, functions={}, constraints={})
-
-    @property
-    def basis_mark(self) -> int:
-        """A fingerprint of the basis of the latents; 0 for the standard basis."""
-        return 0
-
-    @property
-    def unturned(self) -> Self:
-        """Return this structure in the basis of the latents in the model."""
-        return self
-
-    @property
-    def zeros(self) -> dict[str, Array]:
-        """Zeros for the site of every block."""
-        return {b.site: jnp.zeros(b.shape, b.dtype) for b in self.blocks}
-
-    @property
-    def subsampled(self) -> dict[str, Plate]:
-        """The plates that draw a proper subsample."""
-        return {k: p for k, p in self.plates.items() if p.subsample_size < p.size}
 
 
 # Shapes of arguments for which something about a model is remembered.
@@ -316,9 +237,7 @@ def flat_functions(model: Callable[..., Any]) -> Callable[..., Any]:
     return handlers.substitute(expanded_sites(model), substitute_fn=zeros)
 
 
-def without_gaussians(
-    model: Callable[..., Any], structure: Structure
-) -> Callable[..., Any]:
+def without_gaussians(model: Callable[..., Any], structure: Any) -> Callable[..., Any]:
     """Return ``model`` with function values of zero, and zeros for all Gaussian
     latents. Its traces show the hyperparameters alone.
 

@@ -22,14 +22,10 @@ from numpyro_gpaug.likelihoods.expectations import base_distribution
 from numpyro_gpaug.math.sharding import total
 from numpyro_gpaug.math.sparse_terms import indefinite_node
 from numpyro_gpaug.model.arguments import Arguments, is_array
+from numpyro_gpaug.model.latents import Structure
 from numpyro_gpaug.model.signatures import signature_of
 from numpyro_gpaug.model.sources import Sources, sources
-from numpyro_gpaug.model.structure import (
-    Structure,
-    Trace,
-    flat_functions,
-    run_model,
-)
+from numpyro_gpaug.model.structure import Trace, flat_functions, run_model
 
 # Kinds of parameters that are passed by name.
 _BY_NAME = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY

@@ -20,6 +20,7 @@ from numpyro_gpaug.math.linalg import safe_sqrt
 from numpyro_gpaug.math.quadrature import gauss_hermite
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.expectation import ExpectedLogLikelihood
+from numpyro_gpaug.model.latents import Structure
 from numpyro_gpaug.model.observations import check_shape
 from numpyro_gpaug.model.predictors import (
     Likelihood,
@@ -29,7 +30,6 @@ from numpyro_gpaug.model.predictors import (
 from numpyro_gpaug.model.structure import (
     Block,
     Observed,
-    Structure,
     Trace,
     conditional_of,
     run_model,

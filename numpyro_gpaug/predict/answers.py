@@ -28,10 +28,10 @@ from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.inspect import structure_at
 from numpyro_gpaug.model.inspect_joint import joint_structure_at
 from numpyro_gpaug.model.joint_predictive import JointPredictiveView
-from numpyro_gpaug.model.latents import JOINT, JointStructure
+from numpyro_gpaug.model.latents import JOINT, Structure
 from numpyro_gpaug.model.observations import check_shape
 from numpyro_gpaug.model.predictors import of_site
-from numpyro_gpaug.model.structure import Observed, Structure
+from numpyro_gpaug.model.structure import Observed
 from numpyro_gpaug.model.view import ModelView
 from numpyro_gpaug.predict.added_rows import joint_draws
 from numpyro_gpaug.predict.left_out import left_out
@@ -174,11 +174,11 @@ class JointAnswers(Answers):
     site that is affine in them, and of observations."""
 
     view = JointPredictiveView
-    _structure: JointStructure
+    _structure: Structure
 
     def structure_at(
         self, model: Callable[..., Any], arguments: Arguments
-    ) -> JointStructure:
+    ) -> Structure:
         # As many times as states. Of other processes, which have no such site, they
         # mean nothing.
         structure = self._structure

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -25,14 +25,8 @@ from numpyro_gpaug.math.files import typed
 from numpyro_gpaug.math.linalg import precise
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.gaussians import whitening
-from numpyro_gpaug.model.latents import GaussianSite, Grouping, JointStructure
-from numpyro_gpaug.model.structure import (
-    Block,
-    Leaves,
-    Observed,
-    Structure,
-    run_model,
-)
+from numpyro_gpaug.model.latents import GaussianSite, Grouping, Structure
+from numpyro_gpaug.model.structure import Block, Leaves, Observed, run_model
 from numpyro_gpaug.predict.arguments import FitArguments
 from numpyro_gpaug.predict.mixture import Fitted
 from numpyro_gpaug.predict.summary import SiteMoments
@@ -237,7 +231,7 @@ def check_whole(
             raise ValueError(f"the posterior of {name!r} has shapes {found}")
 
 
-def moments_of(structure: JointStructure) -> Any:
+def moments_of(structure: Structure) -> Any:
     """Return the shapes of the moments of the Gaussian of a structure."""
     return jax.eval_shape(lambda: structure.form.standard(structure.dtype).moments())
 
@@ -351,33 +345,27 @@ class Parts(NamedTuple):
     def of(cls, structure: Structure) -> Parts:
         """Return the parts of a structure."""
         known = {k: x for k, x in vars(structure).items() if k in cls._fields}
-        if structure.joint:
-            names = {kind: name for name, kind in STRUCTURES.items()}
-            known["form"] = names[type(structure.form)]
-            known["record"] = structure.form.record
-        return cls(**known)
+        names = {kind: name for name, kind in STRUCTURES.items()}
+        known |= {"form": names[type(structure.form)], "record": structure.form.record}
+        return cls(**known if structure.joint else known | {"sites": None})
 
     @property
     def structure(self) -> Structure:
         """Return the structure made of these parts."""
-        structure = Structure(
-            blocks=tuple(b._replace(dtype=jnp.dtype(b.dtype)) for b in self.blocks),
-            others=self.others,
-            observed=self.observed,
-            plates={},
-            functions={},
-            constraints={},
-        )
-        if self.sites is None:
-            return structure
-        kept = {
-            field.name: getattr(structure, field.name) for field in fields(structure)
+        blocks = tuple(b._replace(dtype=jnp.dtype(b.dtype)) for b in self.blocks)
+        processes = tuple(b.name for b in blocks if b.is_process)
+        kept: dict[str, Any] = {
+            k: getattr(self, k)
+            for k in ("others", "observed", "held", "recurrences", "fields")
         }
-        dtype = structure.blocks[0].dtype
-        found = JointStructure(
-            **kept, dtype=dtype, held=self.held, recurrences=self.recurrences,
-            process_names=self.process_names, sites=self.sites, fields=self.fields,
+        found = Structure(
+            blocks, plates={}, functions={}, constraints={},
+            process_names=self.process_names or processes,
+            joint=self.sites is not None, sites=self.sites or (), **kept,
         )  # fmt: skip
+        if self.sites is None:
+            return found
+        found = replace(found, dtype=blocks[0].dtype)
         form = STRUCTURES[self.form].of_record(self.record)
         return found.in_form(form, self.groupings)
 

@@ -13,9 +13,9 @@ from jax import Array
 
 from numpyro_gpaug.math.fingerprints import fingerprint
 from numpyro_gpaug.model.arguments import Arguments, is_array
+from numpyro_gpaug.model.latents import Structure
 from numpyro_gpaug.model.signatures import argument_names, signature_of
 from numpyro_gpaug.model.sources import Sources
-from numpyro_gpaug.model.structure import Structure
 from numpyro_gpaug.model.validation import check_arguments
 
 # Columns whose ranges are kept, rows that are looked at for them, and those of a

@@ -15,9 +15,9 @@ from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.gaussians.base import Marginals, gaussian_factors, selected
 from numpyro_gpaug.guides.function_posterior import Fit, InducingPosterior
 from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.latents import Structure
 from numpyro_gpaug.model.marginals import with_latent_axis
 from numpyro_gpaug.model.observations import check_observations
-from numpyro_gpaug.model.structure import Structure
 from numpyro_gpaug.model.view import ModelView
 
 

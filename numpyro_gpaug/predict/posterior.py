@@ -26,8 +26,9 @@ from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.calls import check_key
 from numpyro_gpaug.model.closures import Version, watched
 from numpyro_gpaug.model.display import latent_rows, observed_rows
+from numpyro_gpaug.model.latents import Structure
 from numpyro_gpaug.model.observations import check_observations
-from numpyro_gpaug.model.structure import Structure, remembered
+from numpyro_gpaug.model.structure import remembered
 from numpyro_gpaug.predict.arguments import FitArguments
 from numpyro_gpaug.predict.calls import Calls
 from numpyro_gpaug.predict.left_out import check_left_out

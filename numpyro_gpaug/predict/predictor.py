@@ -31,13 +31,12 @@ from numpyro_gpaug.model.affine import ROUNDING, check_groups
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.closures import Version, watched
 from numpyro_gpaug.model.jaxpr import dependence_tree
-from numpyro_gpaug.model.latents import JOINT
+from numpyro_gpaug.model.latents import JOINT, Structure
 from numpyro_gpaug.model.padding import Padding, family_of
 from numpyro_gpaug.model.sources import Sources, names_of_arrays, sources
 from numpyro_gpaug.model.structure import (
     MAX_SHAPES,
     Observed,
-    Structure,
     flat_functions,
     remembered,
     run_model,

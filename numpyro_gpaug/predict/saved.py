@@ -20,7 +20,7 @@ from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.guides.function_posterior import InducingPosterior
 from numpyro_gpaug.math.arrays import enable_x64, in_dtype_of
 from numpyro_gpaug.math.files import plain, read, refusing, typed, write
-from numpyro_gpaug.model.structure import Structure
+from numpyro_gpaug.model.latents import Structure
 from numpyro_gpaug.predict.archive import (
     Description,
     Parts,

@@ -27,8 +27,8 @@ from numpyro_gpaug.model.costs import SAMPLE
 from numpyro_gpaug.model.inspect import inspect_model
 from numpyro_gpaug.model.inspect_joint import in_form, read_joint
 from numpyro_gpaug.model.joint import JointView
-from numpyro_gpaug.model.latents import GaussianSite, JointStructure
-from numpyro_gpaug.model.structure import Block, Structure, flat_functions, run_model
+from numpyro_gpaug.model.latents import GaussianSite, Structure
+from numpyro_gpaug.model.structure import Block, flat_functions, run_model
 from numpyro_gpaug.model.view import ModelView
 
 # The gain in nats below which closed-form updates stop.
@@ -152,7 +152,7 @@ class EllipticalSlice(Slices):
 
     # Which Gaussians.
 
-    def _read(self, arguments: Arguments) -> JointStructure:
+    def _read(self, arguments: Arguments) -> Structure:
         args, kwargs = arguments.merge()
         blocks = inspect_model(self._model, *args, **kwargs)
         self._blocks = blocks if self._apart(blocks, arguments) else None
@@ -295,15 +295,12 @@ class EllipticalSlice(Slices):
         return tuple(moments), tuple(geometry), tuple(scales)
 
 
-def _with_sites(blocks: Structure) -> JointStructure:
+def _with_sites(blocks: Structure) -> Structure:
     """Return the structure of a model with its processes and weight vectors as the
     sites of a joint Gaussian."""
     sites = [GaussianSite(b.site, b.shape, b.shape, local=False) for b in blocks.blocks]
-    kept = {k: x for k, x in vars(blocks).items() if k != "blocks"}
     dtype = jnp.result_type(*(b.dtype for b in blocks.blocks))
-    names = blocks.process_names
-    made = JointStructure((), **kept, dtype=dtype, process_names=names)
-    return made.with_sites(tuple(sites))
+    return replace(blocks, joint=True, dtype=dtype).with_sites(tuple(sites))
 
 
 def _refuse_guide(guide: Any) -> None:

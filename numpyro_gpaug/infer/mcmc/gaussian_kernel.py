@@ -24,7 +24,7 @@ from numpyro_gpaug.math.linalg import precise
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.closures import watched
 from numpyro_gpaug.model.joint import JointView, function_values
-from numpyro_gpaug.model.latents import JointStructure
+from numpyro_gpaug.model.latents import Structure
 from numpyro_gpaug.model.observations import check_observations, check_observed
 from numpyro_gpaug.model.structure import Trace, run_model
 from numpyro_gpaug.model.validation import check_arguments, cholesky_message
@@ -51,7 +51,7 @@ class GaussianKernel(MCMCKernel):
         self._model = model
         self._user_model = model
         self._watch = watched(model)
-        self._structure: JointStructure | None = None
+        self._structure: Structure | None = None
         self._parts: tuple[Part, ...] = ()
         self._composite: Gibbs | None = None
         # MCMC asks for it to know whether there was an init.
@@ -63,7 +63,7 @@ class GaussianKernel(MCMCKernel):
         return self._model
 
     @property
-    def structure(self) -> JointStructure:
+    def structure(self) -> Structure:
         """The structure of the model.
 
         :raises RuntimeError: before ``init``.
@@ -75,7 +75,7 @@ class GaussianKernel(MCMCKernel):
     # What a sampler defines.
 
     @abstractmethod
-    def _read(self, arguments: Arguments) -> JointStructure:
+    def _read(self, arguments: Arguments) -> Structure:
         """Return the structure of the model at these arguments."""
 
     @abstractmethod
@@ -198,9 +198,7 @@ class GaussianKernel(MCMCKernel):
     def _name(self) -> str:
         return type(self).__name__
 
-    def _inspected(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> JointStructure:
+    def _inspected(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Structure:
         data = {k: x for k, x in kwargs.items() if k != GIBBS_SITES_KWARG}
         check_arguments(self._user_model, args, data)
         arguments = Arguments.split(args, kwargs)

@@ -26,7 +26,7 @@ from numpyro_gpaug.model.closures import Version
 from numpyro_gpaug.model.costs import SAMPLE
 from numpyro_gpaug.model.inspect_joint import in_form, read_joint
 from numpyro_gpaug.model.joint import REGISTERED, JointView
-from numpyro_gpaug.model.latents import JointStructure
+from numpyro_gpaug.model.latents import Structure
 
 INSTEAD = "EllipticalSlice(model) and MCMC(NUTS(model)) sample it"
 
@@ -135,7 +135,7 @@ class AugmentedGaussian(GaussianKernel):
 
     # What is checked.
 
-    def _read(self, arguments: Arguments) -> JointStructure:
+    def _read(self, arguments: Arguments) -> Structure:
         return read_joint(self._model, SAMPLE, arguments)
 
     def _divided(self, arguments: Arguments) -> Sequence[Part]:

@@ -18,7 +18,7 @@ from numpyro_gpaug.gp.outputs import Outputs
 from numpyro_gpaug.likelihoods.expectations import Route
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.joint import JointView
-from numpyro_gpaug.model.latents import JOINT, JointStructure
+from numpyro_gpaug.model.latents import JOINT, Structure
 from numpyro_gpaug.model.structure import Observed
 
 Values = dict[str, Array]
@@ -50,7 +50,7 @@ class Part(NamedTuple):
         size).
     """
 
-    structure: JointStructure
+    structure: Structure
     process: str | None = None
 
     def view(
@@ -169,7 +169,7 @@ class Part(NamedTuple):
         return map_, GaussianFactors(potential, precision), fixed
 
 
-def parts_of(structure: JointStructure, independent: list[str]) -> list[Part]:
+def parts_of(structure: Structure, independent: list[str]) -> list[Part]:
     """Return the smallest parts of the latents: each predictor depends on one. Latents
     with a sparse precision are not divided.
 
@@ -191,7 +191,7 @@ def parts_of(structure: JointStructure, independent: list[str]) -> list[Part]:
     return found
 
 
-def _alone(structure: JointStructure, names: set[str]) -> JointStructure:
+def _alone(structure: Structure, names: set[str]) -> Structure:
     """Return the structure of some sites and the predictors that depend on them."""
     sites = tuple(s for s in structure.sites if s.name in names)
     observed = tuple(_reached(site, names) for site in structure.observed)

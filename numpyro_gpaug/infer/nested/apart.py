@@ -38,10 +38,11 @@ import numpy as np
 from jax import Array
 from jax.scipy.special import logsumexp
 
-from numpyro_gpaug.gaussians.base import GroupsPrior, Layout, Structure
+from numpyro_gpaug.gaussians import Structure as Form
+from numpyro_gpaug.gaussians.base import GroupsPrior, Layout
 from numpyro_gpaug.math.importance import compensated_sum
 from numpyro_gpaug.model.affine import ROUNDING
-from numpyro_gpaug.model.latents import JointStructure
+from numpyro_gpaug.model.latents import Structure
 
 # Layout, at least: of few, all at once weigh as evenly.
 FEWEST = 48
@@ -76,7 +77,7 @@ class Apart(NamedTuple):
         return rng.random(shape, dtype)
 
 
-def may_part(structure: JointStructure) -> bool:
+def may_part(structure: Structure) -> bool:
     """Whether a model has enough groups that are independent given the other latents.
 
     :param structure: the structure of the model.
@@ -160,7 +161,7 @@ def group_of_terms(
 def weigh_apart(
     apart: Apart,
     number: int,
-    form: Structure,
+    form: Form,
     q: Any,
     prior: GroupsPrior,
     log_terms: Callable[[Array], Array],

@@ -32,7 +32,7 @@ from numpyro_gpaug.infer.vi.sweeps import starts_augmented
 from numpyro_gpaug.math.compiling import jit
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.joint import JointView
-from numpyro_gpaug.model.latents import JOINT, JointStructure
+from numpyro_gpaug.model.latents import JOINT, Structure
 
 # The rise in nats that ends the moves, where rounding is not larger. An error in the
 # Gaussian is of second order in the bound, but of first in its gradient.
@@ -89,7 +89,7 @@ class CollapsedBound:
     def __init__(
         self,
         guide: AutoLatentGaussian,
-        structure: JointStructure,
+        structure: Structure,
         static: Any,
         *,
         projected: bool,

@@ -20,7 +20,7 @@ from numpyro_gpaug._numpyro import one_thread, residual_policy
 from numpyro_gpaug.math.compiling import few
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.closures import count_run
-from numpyro_gpaug.model.latents import JointStructure
+from numpyro_gpaug.model.latents import Structure
 from numpyro_gpaug.model.starts import MedianStart
 from numpyro_gpaug.model.structure import Trace, any_key, without_gaussians
 
@@ -46,7 +46,7 @@ def compiled(
 
 
 def declared(
-    model: Callable[..., Any], structure: JointStructure, args: Any, kwargs: Any
+    model: Callable[..., Any], structure: Structure, args: Any, kwargs: Any
 ) -> Trace:
     """Return the sites of hyperparameters and params in the form that outer handlers
     expect.
@@ -110,7 +110,7 @@ class Hyperparameters:
     def __init__(
         self,
         model: Callable[..., Any],
-        structure: JointStructure,
+        structure: Structure,
         arguments: Arguments,
     ) -> None:
         self._model, self._structure = model, structure

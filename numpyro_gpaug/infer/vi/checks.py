@@ -28,14 +28,9 @@ from numpyro_gpaug.model.calls import (
     check_processes,
 )
 from numpyro_gpaug.model.inspect import require_conjugate
-from numpyro_gpaug.model.latents import JOINT
+from numpyro_gpaug.model.latents import JOINT, Structure
 from numpyro_gpaug.model.observations import check_observations, check_observed
-from numpyro_gpaug.model.structure import (
-    Structure,
-    any_key,
-    flat_functions,
-    run_model,
-)
+from numpyro_gpaug.model.structure import any_key, flat_functions, run_model
 from numpyro_gpaug.model.validation import check_arguments
 
 

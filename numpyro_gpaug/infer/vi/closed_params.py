@@ -24,8 +24,9 @@ from numpyro_gpaug.likelihoods.maximisers import MStep, lookup_m_step
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.expectation import ExpectedLogLikelihood
 from numpyro_gpaug.model.jaxpr import dependence_tree
+from numpyro_gpaug.model.latents import Structure
 from numpyro_gpaug.model.predictors import of_site, scaled_sum
-from numpyro_gpaug.model.structure import Structure, Trace, run_model
+from numpyro_gpaug.model.structure import Trace, run_model
 
 # Stands for all parameters of a likelihood whose expectation has no closed form.
 _DENSITY = "density"

@@ -8,7 +8,7 @@ from collections.abc import Collection
 import jax.numpy as jnp
 from jax import Array, lax, random
 
-from numpyro_gpaug.model.structure import Structure
+from numpyro_gpaug.model.latents import Structure
 
 Epochs = dict[str, tuple[Array, Array]]
 

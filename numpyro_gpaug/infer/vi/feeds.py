@@ -21,8 +21,8 @@ from numpyro_gpaug.infer.vi.state import ConjugateState
 from numpyro_gpaug.math.processes import all_or_none, spans_processes, told_by_all
 from numpyro_gpaug.math.sharding import ROWS, on_mesh, row_processes, rows_placed
 from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.latents import Structure
 from numpyro_gpaug.model.observations import check_observations
-from numpyro_gpaug.model.structure import Structure
 from numpyro_gpaug.model.validation import are_moderate, check_arguments
 from numpyro_gpaug.multilabel import prefetch
 

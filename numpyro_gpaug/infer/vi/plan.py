@@ -22,7 +22,8 @@ from numpyro_gpaug.infer.vi.closed_params import ClosedParam
 from numpyro_gpaug.infer.vi.differentiation import floats_of
 from numpyro_gpaug.infer.vi.schedules import Schedule, as_schedule
 from numpyro_gpaug.infer.vi.sweeps import starts_augmented
-from numpyro_gpaug.model.structure import Plate, Structure
+from numpyro_gpaug.model.latents import Structure
+from numpyro_gpaug.model.structure import Plate
 
 if TYPE_CHECKING:
     import optax

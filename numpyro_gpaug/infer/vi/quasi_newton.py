@@ -43,7 +43,7 @@ from numpyro_gpaug.infer.vi.state import (
     unknown_bound,
 )
 from numpyro_gpaug.math.compiling import few
-from numpyro_gpaug.model.structure import Structure
+from numpyro_gpaug.model.latents import Structure
 
 # Pairs of points that curvature is known from. With 20 that of a dozen lengthscales is
 # forgotten again: fits took 6 to 14% more evaluations than with all of them. In float32

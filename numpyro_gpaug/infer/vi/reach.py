@@ -33,8 +33,8 @@ from numpyro_gpaug.gp.projection import lead, project, whitener
 from numpyro_gpaug.infer.vi.state import ConjugateState
 from numpyro_gpaug.math.compiling import few
 from numpyro_gpaug.model.arguments import Arguments
-from numpyro_gpaug.model.latents import JOINT
-from numpyro_gpaug.model.structure import Structure, flat_functions, run_model
+from numpyro_gpaug.model.latents import JOINT, Structure
+from numpyro_gpaug.model.structure import flat_functions, run_model
 
 # Of the rows, of which a fit may know as little: those that are inducing inputs
 # themselves are explained wherever the others are.

@@ -20,7 +20,7 @@ from jax import Array
 from numpyro_gpaug.errors import CholeskyError
 from numpyro_gpaug.infer.vi.latent_gaussian import Natural
 from numpyro_gpaug.math.compiling import few
-from numpyro_gpaug.model.structure import Structure
+from numpyro_gpaug.model.latents import Structure
 
 # Nats that a user should know of. Means of latents are off by as much, in their
 # standard deviations.

@@ -20,7 +20,7 @@ from numpyro_gpaug.infer.vi.latent_gaussian import (
 )
 from numpyro_gpaug.infer.vi.schedules import Schedule
 from numpyro_gpaug.math.compiling import few
-from numpyro_gpaug.model.structure import Structure
+from numpyro_gpaug.model.latents import Structure
 
 MAX_HALVINGS = 12
 # A parabola is as high at the end of a step as where it began if it falls there as it
