@@ -244,8 +244,8 @@ class Predictor:
 
             return over_members(one, fitted, None)[1]
 
-        return remembered(
-            self._shapes, (fitted.size, arguments.shapes),
+        return self._cached(
+            "prepared", (fitted.size, arguments.shapes),
             lambda: jax.eval_shape(run, arguments.arrays, fitted),
         )  # fmt: skip
 
