@@ -17,6 +17,7 @@ from numpyro_gpaug.diagnostics._scores import (
     expected_calibration_error,
     reliability_curve,
 )
+from numpyro_gpaug.diagnostics._sensitivity import sensitivity
 from numpyro_gpaug.diagnostics._tree import to_datatree
 from numpyro_gpaug.math.convergence import Convergence, convergence
 
@@ -34,6 +35,7 @@ __all__ = [
     "psis_estimates",
     "psis_khat",
     "reliability_curve",
+    "sensitivity",
     "to_datatree",
     "vi_against_mcmc",
 ]

@@ -17,7 +17,8 @@ from jax import Array, random
 from numpyro import handlers
 
 from numpyro_gpaug._numpyro import whole_plates
-from numpyro_gpaug.diagnostics._run import replicate, run
+from numpyro_gpaug.diagnostics._prior import log_priors, top_level
+from numpyro_gpaug.diagnostics._run import replicate, run, scaled
 from numpyro_gpaug.gaussians.base import selected as _selected
 from numpyro_gpaug.gp.conditional import Conditional
 from numpyro_gpaug.guides.sparse_gp import AutoSparseGP
@@ -43,13 +44,19 @@ _BUDGET = 2**24
 
 
 class Draws(NamedTuple):
-    """The outputs of the model at draws, by site; the first axis runs over draws."""
+    """The outputs of the model at draws, by site; the first axis runs over draws.
+
+    :param scaled: log-likelihoods times the scales of their sites.
+    :param prior: the log prior density of all latents.
+    :param priors: that of each latent whose prior depends on no other.
+    """
 
     deterministic: dict[str, Any]
     replicated: dict[str, Any]
     likelihoods: dict[str, Any]
     scaled: dict[str, Any]
     prior: Any
+    priors: dict[str, Any]
 
 
 class Evaluated(NamedTuple):
@@ -76,10 +83,11 @@ class Programs:
         model: Callable[..., Any],
         guide: Callable[..., Any],
         structure: Structure,
-        static: Any,
+        arguments: Arguments,
     ) -> None:
         self.model, self.guide = model, guide
-        self.structure, self.static = structure, static
+        self.structure, self.static = structure, arguments.static
+        self.top_level = frozenset(top_level(model, arguments))
         # Given a draw, weight vectors are known, and the processes' residuals are all
         # that is left to integrate.
         self.given_weights = dataclasses.replace(structure, blocks=structure.processes)
@@ -121,11 +129,11 @@ class Programs:
         deterministic = {
             n: s["value"] for n, s in trace.items() if s["type"] == "deterministic"
         }
-        observed, replicated, scaled = {}, {}, {}
+        observed, replicated, weighted = {}, {}, {}
         new_keys = random.split(new_key, len(likelihoods) + 1)
         for name, new_key in zip(likelihoods, new_keys, strict=False):
             message = trace[name]
-            scaled[name] = _scaled(likelihoods[name], message["scale"])
+            weighted[name] = scaled(likelihoods[name], message["scale"])
             if isinstance(base_distribution(message["fn"]), dist.Unit):
                 self.factors.add(name)  # numpyro.factor: a density of no observation
                 continue
@@ -134,7 +142,9 @@ class Programs:
             observed[name] = message["value"]
             replicated[name] = replicate(message, new_key)
         prior = _log_density([trace[n] for n in drawn])
-        return Draws(deterministic, replicated, likelihoods, scaled, prior), observed
+        priors = log_priors(trace, self.top_level & drawn.keys())
+        found = Draws(deterministic, replicated, likelihoods, weighted, prior, priors)
+        return found, observed
 
     def numbers_held(self, shapes: Draws, fixed: dict[str, Any]) -> int:
         """The number of values that the likelihoods of one draw need while they are
@@ -175,7 +185,7 @@ def programs_for(
         else:
             structure = inspect_model(whole, *args, **kwargs)
         structure = structure_at(whole, structure, arguments)
-        return Programs(whole, guide, structure, arguments.static)
+        return Programs(whole, guide, structure, arguments)
 
     key = model, guide, arguments.shapes, watched(model).version()
     return remembered(_CACHE, key, made, _MAX_PROGRAMS)
@@ -262,12 +272,8 @@ def _mixture(
 
 
 def _log_density(sites: list[dict[str, Any]]) -> Array:
-    terms = [_scaled(s["fn"].log_prob(s["value"]), s["scale"]).sum() for s in sites]
+    terms = [scaled(s["fn"].log_prob(s["value"]), s["scale"]).sum() for s in sites]
     return sum(terms[1:], terms[0]) if terms else jnp.zeros(())
-
-
-def _scaled(value: Array, scale: Any) -> Array:
-    return value if scale is None else value * scale
 
 
 def _plate_names(site: dict[str, Any]) -> list[str]:

@@ -14,6 +14,7 @@ from jax import Array, random
 from numpyro.distributions import Unit
 
 from numpyro_gpaug.diagnostics._arviz import tree_of
+from numpyro_gpaug.diagnostics._prior import log_priors, prior_groups, top_level
 from numpyro_gpaug.diagnostics._run import replicate, run
 from numpyro_gpaug.infer import NestedVI
 from numpyro_gpaug.likelihoods.expectations import base_distribution
@@ -34,12 +35,12 @@ def tree_of_nested(key: Array, nested: NestedVI) -> DataTree:
     chains, num = next(iter(draws.values())).shape[:2]
     flat = {k: x.reshape(chains * num, *x.shape[2:]) for k, x in draws.items()}
     arguments = nested.arguments
-    factors: set[str] = set()
     latent = {*nested.latents}
+    tops = [n for n in top_level(nested.model, arguments) if n in latent]
 
     def one(
         arrays: Any, each: tuple[Array, dict[str, Array]]
-    ) -> tuple[dict[str, Array], dict[str, Array]]:
+    ) -> tuple[dict[str, Array], ...]:
         key, values = each
         given = arguments._replace(arrays=arrays)
         trace = run(nested.model, given, key, values)
@@ -48,25 +49,27 @@ def tree_of_nested(key: Array, nested: NestedVI) -> DataTree:
             if site["type"] != "sample" or not site["is_observed"]:
                 continue
             if isinstance(base_distribution(site["fn"]), Unit):
-                factors.add(name)
                 continue
             densities[name] = site["fn"].log_prob(site["value"])
             replicated[name] = replicate(site, random.fold_in(key, i))
-        return densities, replicated
+        return densities, replicated, log_priors(trace, tops)
 
     @jax.jit
     def everywhere(arrays: Any, keys: Array, values: dict[str, Array]) -> Any:
         return jax.lax.map(lambda each: one(arrays, each), (keys, values))
 
+    key, prior_key = random.split(key)
     keys = random.split(key, chains * num)
     values = {k: x for k, x in flat.items() if k in latent}
-    densities, replicated = everywhere(arguments.arrays, keys, values)
+    densities, replicated, priors = everywhere(arguments.arrays, keys, values)
     trace = run(nested.model, arguments, key, {k: x[0] for k, x in values.items()})
     observed = {k: np.asarray(trace[k]["value"]) for k in densities}
     groups = {
         "posterior": {k: np.asarray(x) for k, x in draws.items()},
         "posterior_predictive": _by_chain(replicated, chains, num),
         "log_likelihood": _by_chain(densities, chains, num),
+        "log_prior": _by_chain(priors, chains, num),
+        **prior_groups(nested.model, arguments, prior_key, {}, chains * num),
     }
     return tree_of({**groups, "observed_data": observed})
 

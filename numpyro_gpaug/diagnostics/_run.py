@@ -49,6 +49,11 @@ def replicate(message: dict[str, Any], key: Array) -> Array:
     return _drawable(_of_all_steps(fn) if is_scanned(message) else fn).sample(key)
 
 
+def scaled(density: Array, scale: Any) -> Array:
+    """Return a log density times the scale of its site, if it has one."""
+    return density if scale is None else density * scale
+
+
 def _drawable(fn: Distribution) -> Distribution:
     """Return the same distribution in a form from which NumPyro can draw: a binomial
     needs a number of trials with an integer dtype."""

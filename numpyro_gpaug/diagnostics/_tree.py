@@ -14,6 +14,7 @@ from jax.typing import ArrayLike
 from numpyro_gpaug.diagnostics._arviz import tree_of
 from numpyro_gpaug.diagnostics._draws import Evaluated, evaluated_at, programs_for
 from numpyro_gpaug.diagnostics._nested import tree_of_nested
+from numpyro_gpaug.diagnostics._prior import prior_groups
 from numpyro_gpaug.guides.function_space import AutoFunctionSpaceGP
 from numpyro_gpaug.infer import NestedVI
 from numpyro_gpaug.model.arguments import Arguments
@@ -36,7 +37,7 @@ def to_datatree(
     r"""Draw from a fitted guide, or take the draws of a nested run, and return a tree
     that ArviZ reads.
 
-    Groups, with dimensions ``chain`` (of size 1) and ``draw`` in the first four:
+    Groups, with dimensions ``chain`` (of size 1) and ``draw`` in all but the last two:
 
     * ``posterior``: every latent and every deterministic site, including the function
       values of Gaussian processes;
@@ -46,6 +47,11 @@ def to_datatree(
       treats it as a density;
     * ``sample_stats``: ``log_p``, the log joint density of draw and observations, and
       ``log_q``, the log density of the guide;
+    * ``log_prior``: the log density of each latent whose prior depends on no other, so
+      that :func:`sensitivity` and :func:`arviz_stats.psense_summary` run;
+    * ``prior`` and ``prior_predictive``: as many draws, but at most 1000, from the
+      prior. They are left out if NumPyro cannot draw from a prior, because it is
+      improper;
     * ``observed_data``;
     * ``fit``: ``losses``, over a dimension ``step``, if they were given.
 
@@ -122,7 +128,7 @@ def to_datatree(
     # What changes as the model runs is its own doing.
     with watched(model).running():
         programs = programs_for(model, guide, arguments, args, kwargs)
-        guide_key, model_key = random.split(key)
+        guide_key, model_key, prior_key = random.split(key, 3)
         latents, log_q = programs.draw(
             arguments.arrays, params, random.split(guide_key, num_samples)
         )
@@ -136,7 +142,8 @@ def to_datatree(
             {n: v[0] for n, v in latents.items() if n in fixed},
             {n: v for n, v in latents.items() if n not in fixed},
         )
-        tree = _as_tree(latents, log_q, evaluated)
+        prior = prior_groups(programs.model, arguments, prior_key, params, num_samples)
+        tree = _as_tree(latents, log_q, evaluated, prior)
         if losses is not None:
             from xarray import Dataset, DataTree
 
@@ -162,7 +169,10 @@ def _check(guide: Callable[..., Any], params: Any, num_samples: int) -> None:
 
 
 def _as_tree(
-    latents: dict[str, np.ndarray], log_q: np.ndarray, evaluated: Evaluated
+    latents: dict[str, np.ndarray],
+    log_q: np.ndarray,
+    evaluated: Evaluated,
+    prior: dict[str, dict[str, np.ndarray]],
 ) -> DataTree:
     draws, model = evaluated.draws, evaluated.model
     densities = draws.likelihoods.items()
@@ -172,10 +182,12 @@ def _as_tree(
         "posterior_predictive": draws.replicated,
         "log_likelihood": {n: v for n, v in densities if n not in no_likelihood},
         "pseudo_log_likelihood": {n: v for n, v in densities if n in model.pseudo},
+        "log_prior": draws.priors,
         "sample_stats": {"log_p": evaluated.log_p, "log_q": log_q},
     }
     one_chain = {
         group: {name: v[None] for name, v in found.items()}
         for group, found in groups.items()
     }
-    return tree_of({**one_chain, "observed_data": evaluated.observed}, dims=model.dims)
+    found = {**one_chain, **prior, "observed_data": evaluated.observed}
+    return tree_of(found, dims=model.dims)

@@ -22,6 +22,7 @@ from numpyro_gpaug.distributions.logistic_softmax import (
     LogisticSoftmax,
     LogisticSoftmaxMeanField,
 )
+from numpyro_gpaug.distributions.penalised_complexity import PCRange, PCScale
 from numpyro_gpaug.distributions.polya_gamma import PolyaGamma
 from numpyro_gpaug.distributions.random_walk import RandomWalk2
 from numpyro_gpaug.distributions.robust_max import RobustMax
@@ -43,6 +44,8 @@ __all__ = [
     "LogisticPoisson",
     "LogisticSoftmax",
     "LogisticSoftmaxMeanField",
+    "PCRange",
+    "PCScale",
     "PiecewiseBernoulli",
     "PiecewiseHeteroscedasticNormal",
     "PiecewiseNormal",

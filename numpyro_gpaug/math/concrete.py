@@ -12,7 +12,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 
-def known_to(condition: Callable[[Array], Any], values: Array) -> bool:
+def known_to(condition: Callable[[Any], Any], values: ArrayLike) -> bool:
     """Whether all values satisfy a condition. The answer is yes if either is traced."""
     if isinstance(values, jax.core.Tracer):
         return True

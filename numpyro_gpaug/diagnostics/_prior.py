@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draws from the prior of a model, and the latents whose priors the user states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array, random
+from numpyro.distributions import Unit
+from numpyro.infer.inspect import get_dependencies
+
+from numpyro_gpaug.diagnostics._run import replicate, run, scaled
+from numpyro_gpaug.likelihoods.expectations import base_distribution
+from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.structure import Trace
+
+# Draws from the prior, at most: a picture of it needs no more.
+MOST_DRAWS = 1000
+
+
+def top_level(model: Callable[..., Any], arguments: Arguments) -> tuple[str, ...]:
+    """Return the names of the sites whose distribution depends on no latent.
+
+    :param model: a NumPyro model.
+    :param arguments: its arguments.
+    """
+    args, kwargs = arguments.merge()
+    found = get_dependencies(model, args, kwargs)["prior_dependencies"]
+    return tuple(name for name, sources in found.items() if sources.keys() == {name})
+
+
+def log_priors(trace: Trace, names: Iterable[str]) -> dict[str, Array]:
+    """Return log prior densities of latents by site, of the shape of their batch.
+
+    Numbers behind a process are left out. They are standard normal whatever its
+    hyperparameters are, and so their density is no choice of the user.
+
+    :param trace: a trace of the model.
+    :param names: names of sites; observed ones are left out.
+    """
+    latent = {k: s for k in names if not (s := trace[k])["is_observed"]}
+    return {
+        name: scaled(site["fn"].log_prob(site["value"]), site["scale"])
+        for name, site in latent.items()
+        if "process" not in site["infer"]
+    }
+
+
+def prior_groups(
+    model: Callable[..., Any],
+    arguments: Arguments,
+    key: Array,
+    params: dict[str, Any],
+    num: int,
+) -> dict[str, dict[str, np.ndarray]]:
+    """Return draws from the prior and the prior predictive distribution, as groups of a
+    tree, with axes (1, draws, ...).
+
+    There are none if NumPyro cannot draw from a prior, because it is improper.
+
+    :param model: a NumPyro model.
+    :param arguments: its arguments, with observations.
+    :param key: random key.
+    :param params: values of the model's params.
+    :param num: the number of draws, of which at most 1000 are made.
+    """
+
+    def one(arrays: Any, key: Array) -> tuple[dict[str, Array], dict[str, Array]]:
+        own, new = random.split(key)
+        trace = run(model, arguments._replace(arrays=arrays), own, params, "noise")
+        prior, predicted = {}, {}
+        for i, (name, site) in enumerate(trace.items()):
+            if site["type"] == "deterministic":
+                prior[name] = site["value"]
+            elif site["type"] == "sample" and not site["is_observed"]:
+                prior[name] = site["value"]
+            elif site["type"] == "sample":
+                if not isinstance(base_distribution(site["fn"]), Unit):
+                    predicted[name] = replicate(site, random.fold_in(new, i))
+        return prior, predicted
+
+    @jax.jit
+    def everywhere(arrays: Any, keys: Array) -> Any:
+        return jax.lax.map(lambda key: one(arrays, key), keys)
+
+    try:
+        found = everywhere(arguments.arrays, random.split(key, min(num, MOST_DRAWS)))
+    except NotImplementedError:
+        return {}
+    prior, predicted = jax.tree.map(lambda x: np.asarray(x)[None], found)
+    return {"prior": prior, "prior_predictive": predicted}
