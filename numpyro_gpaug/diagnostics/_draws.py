@@ -17,7 +17,7 @@ from jax import Array, random
 from numpyro import handlers
 
 from numpyro_gpaug._numpyro import whole_plates
-from numpyro_gpaug.diagnostics._prior import log_priors, top_level
+from numpyro_gpaug.diagnostics._prior import log_priors, prior_sampler, top_level
 from numpyro_gpaug.diagnostics._run import replicate, run, scaled
 from numpyro_gpaug.gaussians.base import selected as _selected
 from numpyro_gpaug.gp.conditional import Conditional
@@ -96,6 +96,7 @@ class Programs:
         self.factors: set[str] = set()
         self.pseudo: set[str] = set()
         self.draw: Any = jit(jax.vmap(self._draw, (None, None, 0)))
+        self.prior: Any = prior_sampler(model, arguments.static)
         self.at: Any = jit(jax.vmap(self._at, (None, None, 0, None, 0), (0, None)))
 
     def _draw(

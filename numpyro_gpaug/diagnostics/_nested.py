@@ -14,7 +14,12 @@ from jax import Array, random
 from numpyro.distributions import Unit
 
 from numpyro_gpaug.diagnostics._arviz import tree_of
-from numpyro_gpaug.diagnostics._prior import log_priors, prior_groups, top_level
+from numpyro_gpaug.diagnostics._prior import (
+    log_priors,
+    prior_groups,
+    prior_sampler,
+    top_level,
+)
 from numpyro_gpaug.diagnostics._run import replicate, run
 from numpyro_gpaug.infer import NestedVI
 from numpyro_gpaug.likelihoods.expectations import base_distribution
@@ -64,12 +69,13 @@ def tree_of_nested(key: Array, nested: NestedVI) -> DataTree:
     densities, replicated, priors = everywhere(arguments.arrays, keys, values)
     trace = run(nested.model, arguments, key, {k: x[0] for k, x in values.items()})
     observed = {k: np.asarray(trace[k]["value"]) for k in densities}
+    sampler = prior_sampler(nested.model, arguments.static)
     groups = {
         "posterior": {k: np.asarray(x) for k, x in draws.items()},
         "posterior_predictive": _by_chain(replicated, chains, num),
         "log_likelihood": _by_chain(densities, chains, num),
         "log_prior": _by_chain(priors, chains, num),
-        **prior_groups(nested.model, arguments, prior_key, {}, chains * num),
+        **prior_groups(sampler, arguments.arrays, {}, prior_key, chains * num),
     }
     return tree_of({**groups, "observed_data": observed})
 

@@ -14,6 +14,7 @@ from numpyro.infer.inspect import get_dependencies
 
 from numpyro_gpaug.diagnostics._run import replicate, run, scaled
 from numpyro_gpaug.likelihoods.expectations import base_distribution
+from numpyro_gpaug.math.compiling import jit
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.structure import Trace
 
@@ -49,11 +50,39 @@ def log_priors(trace: Trace, names: Iterable[str]) -> dict[str, Array]:
     }
 
 
+def prior_sampler(model: Callable[..., Any], static: Any) -> Callable[..., Any]:
+    """Return a compiled function from ``(arrays, params, keys)`` to draws from the
+    prior and from the prior predictive distribution, by site.
+
+    :param model: a NumPyro model.
+    :param static: the part of its arguments that is no array.
+    """
+
+    def one(
+        arrays: Any, params: dict[str, Any], key: Array
+    ) -> tuple[dict[str, Array], dict[str, Array]]:
+        own, new = random.split(key)
+        trace = run(model, Arguments(arrays, static), own, params, "noise")
+        prior, predicted = {}, {}
+        for i, (name, site) in enumerate(trace.items()):
+            observed = site["type"] == "sample" and site["is_observed"]
+            if observed and not isinstance(base_distribution(site["fn"]), Unit):
+                predicted[name] = replicate(site, random.fold_in(new, i))
+            elif site["type"] in ("sample", "deterministic") and not observed:
+                prior[name] = site["value"]
+        return prior, predicted
+
+    def all_of(arrays: Any, params: dict[str, Any], keys: Array) -> Any:
+        return jax.lax.map(lambda key: one(arrays, params, key), keys)
+
+    return jit(all_of)
+
+
 def prior_groups(
-    model: Callable[..., Any],
-    arguments: Arguments,
-    key: Array,
+    sampler: Callable[..., Any],
+    arrays: Any,
     params: dict[str, Any],
+    key: Array,
     num: int,
 ) -> dict[str, dict[str, np.ndarray]]:
     """Return draws from the prior and the prior predictive distribution, as groups of a
@@ -61,33 +90,14 @@ def prior_groups(
 
     There are none if NumPyro cannot draw from a prior, because it is improper.
 
-    :param model: a NumPyro model.
-    :param arguments: its arguments, with observations.
-    :param key: random key.
+    :param sampler: from :func:`prior_sampler`.
+    :param arrays: the model's array arguments, with observations.
     :param params: values of the model's params.
+    :param key: random key.
     :param num: the number of draws, of which at most 1000 are made.
     """
-
-    def one(arrays: Any, key: Array) -> tuple[dict[str, Array], dict[str, Array]]:
-        own, new = random.split(key)
-        trace = run(model, arguments._replace(arrays=arrays), own, params, "noise")
-        prior, predicted = {}, {}
-        for i, (name, site) in enumerate(trace.items()):
-            if site["type"] == "deterministic":
-                prior[name] = site["value"]
-            elif site["type"] == "sample" and not site["is_observed"]:
-                prior[name] = site["value"]
-            elif site["type"] == "sample":
-                if not isinstance(base_distribution(site["fn"]), Unit):
-                    predicted[name] = replicate(site, random.fold_in(new, i))
-        return prior, predicted
-
-    @jax.jit
-    def everywhere(arrays: Any, keys: Array) -> Any:
-        return jax.lax.map(lambda key: one(arrays, key), keys)
-
     try:
-        found = everywhere(arguments.arrays, random.split(key, min(num, MOST_DRAWS)))
+        found = sampler(arrays, params, random.split(key, min(num, MOST_DRAWS)))
     except NotImplementedError:
         return {}
     prior, predicted = jax.tree.map(lambda x: np.asarray(x)[None], found)

@@ -142,7 +142,9 @@ def to_datatree(
             {n: v[0] for n, v in latents.items() if n in fixed},
             {n: v for n, v in latents.items() if n not in fixed},
         )
-        prior = prior_groups(programs.model, arguments, prior_key, params, num_samples)
+        prior = prior_groups(
+            programs.prior, arguments.arrays, params, prior_key, num_samples
+        )
         tree = _as_tree(latents, log_q, evaluated, prior)
         if losses is not None:
             from xarray import Dataset, DataTree

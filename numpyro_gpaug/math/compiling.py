@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import cache, partial, update_wrapper
+from importlib.metadata import version
 from typing import Any
 
 import jax
@@ -14,7 +15,12 @@ from jax.core import Tracer
 # jaxlib's older code generator for CPUs: programs of linear algebra spend their time in
 # library calls and in loops that either vectorises (examples/benchmarks/compiling.py).
 # Later versions do not have it.
-_OPTIONS = {"xla_cpu_use_fusion_emitters": False}
+_OPTIONS: dict[str, Any] = {"xla_cpu_use_fusion_emitters": False}
+# A library of XLA sums wrongly here: of ``(a * v[i]).sum(1) + (b * w[j]).sum(1)`` for
+# several v and w all but the first, from 48,000 numbers on. Neither 0.10.1 nor 0.11
+# does. The package requires another version, and this is for where it is installed.
+if version("jaxlib") == "0.10.2":
+    _OPTIONS["xla_cpu_experimental_ynn_fusion_type"] = ""
 # Loops are left as they are written: the graph is still optimised, and linear algebra
 # is done by libraries. In one piece: each of the 32 that a program is cut into to be
 # compiled at once would take a millisecond more than the code in it.
