@@ -13,6 +13,7 @@ import pytest
 from scipy import stats
 
 import numpyro_gpaug as gpaug
+from numpyro_gpaug.predict.predictor import Predictor
 from tests.conftest import compilations
 from tests.models import covariance
 from tests.problems import classifier, learnt, toy
@@ -112,14 +113,23 @@ def test_predictions_do_not_depend_on_batch_size() -> None:
         np.testing.assert_allclose(f.variance, at_once.variance, rtol=1e-9)
 
 
-def test_any_number_of_rows_costs_one_compilation_each() -> None:
+def test_any_number_of_rows_costs_one_compilation_each(monkeypatch) -> None:
     posterior, _ = fitted()
-    before = compilations("_answer")
-    for rows in (1, 2, 15, 17, 32, 40):
+    before, traced = compilations("_answer"), []
+    traces = Predictor._shapes_of
+
+    def shapes(*args):
+        traced.append(args)
+        return traces(*args)
+
+    monkeypatch.setattr(Predictor, "_shapes_of", shapes)
+    for rows in (1, 2, 15, 17, 32, 40, 41):
         new = toy(rows, seed=1)[0]
-        assert posterior.predict_y(new, batch_size=16).probs.shape == (rows,)
+        assert posterior.predict_y(new, batch_size=16).batch_shape == (rows,)
         assert posterior.predict_f(new, batch_size=16).mean.shape == (rows,)
     assert compilations("_answer") - before == 2
+    # The structures of both answers, for the first number of rows alone.
+    assert len(traced) == 2
 
 
 def test_save_and_load_predict_the_same(tmp_path) -> None:

@@ -52,13 +52,21 @@ class Padding:
         self._traced: dict[Hashable, _Traced] = {}
         self._proved: dict[Hashable, Added | None] = {}
 
-    def __call__(self, arguments: Arguments, mesh: Mesh | None = None) -> Arguments:
+    def __call__(
+        self,
+        arguments: Arguments,
+        mesh: Mesh | None = None,
+        *,
+        doubling: bool = False,
+    ) -> Arguments:
         """Return the arguments, with added rows or unchanged.
 
         :param arguments: arguments of the model. Traced ones, and those with rows on
             several devices, are unchanged.
         :param mesh: the mesh that rows will be divided among. With a mesh the first
             data are padded, too, if their rows cannot be divided evenly.
+        :param doubling: whether each size is twice the last, for work that is short
+            beside its compilation.
         """
         num = arguments.num_rows
         traced = any(isinstance(x, jax.core.Tracer) for x in arguments.arrays)
@@ -69,7 +77,9 @@ class Padding:
         )
         several = family.sees(arguments)
         parts = 1 if mesh is None else mesh.shape[ROWS]
-        size = padded_size(num, parts) if several else -(-num // parts) * parts
+        size = -(-num // parts) * parts
+        if several:
+            size = padded_size(num, parts, 1 if doubling else _GRAIN)
         # Inducing inputs may be as many as the rows of some data.
         rows = family.rows & _with_rows(arguments)
         if size == num or not rows:
@@ -190,17 +200,18 @@ class _Traced(NamedTuple):
     computed: dict[str, Shape]
 
 
-def padded_size(num: int, parts: int = 1) -> int:
+def padded_size(num: int, parts: int = 1, grain: int = _GRAIN) -> int:
     """Return the number of rows that programs are compiled for.
 
     :param num: the number of data.
     :param parts: the number of parts that rows are divided into.
+    :param grain: the number of sizes between a power of two and the next.
     """
     step = 1
     if num <= _LEAST:
         step = _LEAST
     elif num <= _MAX_ROWS:
-        step = 2 ** (num.bit_length() - 1) // _GRAIN
+        step = 2 ** (num.bit_length() - 1) // grain
     step = math.lcm(step, parts)
     return -(-num // step) * step
 

@@ -21,7 +21,8 @@ from numpyro_gpaug.predict.mixture import FunctionValues
 def without_added(found: Any, few: Any, num: int) -> Any:
     """Return a prediction for the first rows alone.
 
-    :param found: the prediction: arrays, function values, or a distribution.
+    :param found: the prediction, or its shapes: arrays, function values, or a
+        distribution.
     :param few: the same prediction, or its shapes, for another number of rows. Sizes
         that differ run over rows.
     :param num: how many rows to keep.
@@ -59,8 +60,11 @@ def without_added(found: Any, few: Any, num: int) -> Any:
     return found
 
 
-def _of_array(found: Any, few: tuple[int, ...], num: int) -> Array:
+def _of_array(found: Any, few: tuple[int, ...], num: int) -> Any:
     sizes = zip(found.shape, few, strict=True)
+    if isinstance(found, jax.ShapeDtypeStruct):
+        shape = tuple(a if a == b else num for a, b in sizes)
+        return jax.ShapeDtypeStruct(shape, found.dtype)
     kept = tuple(slice(None if a == b else num) for a, b in sizes)
     # In NumPy: JAX would compile a program for each number of rows.
     return jax.device_put(np.asarray(found)[kept])

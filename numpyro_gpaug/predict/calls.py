@@ -85,7 +85,7 @@ class Calls:
         :param site: the site to predict.
         :param how: options of this kind of prediction.
         """
-        padded = self._predictor.padded(arguments)
+        padded = self._predictor.padded(what, arguments)
         if padded is not arguments:
             given = what, arguments, padded, self._fitted, site
             try:
@@ -163,26 +163,26 @@ class Calls:
             if joint:
                 return self(what, arguments, site)
             return self._explained(self._at_once(what, arguments, site), arguments)
-        # The answer's structure (a distribution knows its batch shape) at all rows; run
-        # first, so that an error tells the shape that was passed in, not a padded one.
+        # The structure of the answer (a distribution knows its batch shape) is traced
+        # for the first number of rows, before blocks are: an error then has the shape
+        # that was passed in.
+        given = what, arguments, self._fitted, site
         with self._naming(arguments):
-            whole, like = self._predictor.shapes(what, arguments, self._fitted, site)
-        blocks = []
-        for start in range(0, rows, size):
-            chosen = np.minimum(np.arange(start, start + size), rows - 1)
-            arrays: tuple[Any, ...] = tuple(
-                np.asarray(a)[chosen] if flag else a
-                for a, flag in zip(arguments.arrays, by_row, strict=True)
-            )
-            block = arguments._replace(arrays=arrays)
-            blocks.append(self._at_once(what, block, site, like=like))
-        leaves = [
-            joined_rows(leaf.shape, parts)
-            for leaf, *parts in zip(
-                jax.tree.leaves(whole), *map(jax.tree.leaves, blocks), strict=True
-            )
-        ]
-        found = jax.tree.unflatten(jax.tree.structure(whole), leaves)
+            known, whole = self._predictor.whole(*given, size)
+        try:
+            blocks = [
+                self._at_once(what, block, site)
+                for block in _blocks(arguments, by_row, rows, size)
+            ]
+            if known != rows:
+                whole = without_added(whole, blocks[0], rows)
+            found = _joined(whole, blocks)
+        except (TypeError, ValueError):
+            if known == rows:
+                raise
+            with self._naming(arguments):
+                _, whole = self._predictor.whole(*given, size, anew=True)
+            found = _joined(whole, blocks)
         return self._explained(found, arguments)
 
     @contextmanager
@@ -200,6 +200,35 @@ class Calls:
                     f"in predict_y(X_new, {missed[0]}=...)"
                 )
             raise
+
+
+def _blocks(
+    arguments: Arguments, by_row: tuple[bool, ...], rows: int, size: int
+) -> Iterator[Arguments]:
+    """Iterate over blocks of rows, the last one filled up with the last row.
+
+    :param arguments: the model's arguments.
+    :param by_row: which arrays have one row per observation.
+    :param rows: their number.
+    :param size: rows of a block.
+    """
+    for start in range(0, rows, size):
+        chosen = np.minimum(np.arange(start, start + size), rows - 1)
+        pairs = zip(arguments.arrays, by_row, strict=True)
+        arrays: Any = (np.asarray(a)[chosen] if flag else a for a, flag in pairs)
+        yield arguments._replace(arrays=tuple(arrays))
+
+
+def _joined(whole: Any, blocks: list[Any]) -> Any:
+    """Join predictions of blocks.
+
+    :param whole: the shapes of the prediction at all rows.
+    :param blocks: predictions of blocks of rows.
+    """
+    leaves, treedef = jax.tree.flatten(whole)
+    parts = zip(*map(jax.tree.leaves, blocks), strict=True)
+    pairs = zip(leaves, parts, strict=True)
+    return jax.tree.unflatten(treedef, [joined_rows(x.shape, [*y]) for x, y in pairs])
 
 
 def _has_nan(tree: Any) -> bool:

@@ -132,7 +132,6 @@ class Predictor:
         fitted: Fitted,
         prepared: Prepared | None,
         site: str,
-        like: Any = None,
         **how: Any,
     ) -> tuple[Any, Prepared]:
         """Make one prediction with one compiled program: ``"f"``, ``"joint"``, ``"y"``,
@@ -144,13 +143,12 @@ class Predictor:
         :param prepared: quantities from an earlier prediction; computed here if
             ``None``.
         :param site: the process or the observed site.
-        :param like: shapes of the prepared quantities, if known.
         :return: the prediction, and quantities that later predictions need.
         :raises CholeskyError: if a kernel matrix does not factorise.
         """
         known = prepared is not None
         if prepared is None:
-            shapes = like or self._prepared_shapes(arguments, fitted)
+            shapes = self._prepared_shapes(arguments, fitted)
             # NumPy's: a zero of JAX's would be a program of its own for each shape.
             prepared = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), shapes)
         on_devices = on_mesh(arguments.mesh or mesh_of_latents(fitted))
@@ -176,13 +174,15 @@ class Predictor:
         return ordered.tree, prepared
 
     @one_thread
-    def padded(self, arguments: Arguments) -> Arguments:
+    def padded(self, what: str, arguments: Arguments) -> Arguments:
         """Return arguments with added rows, if predictions at several numbers of rows
         may share programs.
 
+        :param what: see :meth:`__call__`.
         :param arguments: the model's arguments.
         """
-        return self._padding(arguments)
+        # Covariances of rows take their cube.
+        return self._padding(arguments, doubling=what not in ("joint", "draws"))
 
     @one_thread
     def fewer(
@@ -211,15 +211,32 @@ class Predictor:
         return self._cached("fewer", key, found)[1]
 
     @one_thread
-    def shapes(
-        self, what: str, arguments: Arguments, fitted: Fitted, site: str, **how: Any
-    ) -> Any:
-        """Return the shapes of the result of :meth:`__call__`, found without
-        arithmetic; the model is traced once for the shapes of its arguments."""
-        return self._cached(
-            "shapes", (what, site, fitted.size, arguments.shapes),
-            lambda: self._shapes_of(what, arguments, fitted, site, **how),
-        )  # fmt: skip
+    def whole(
+        self,
+        what: str,
+        arguments: Arguments,
+        fitted: Fitted,
+        site: str,
+        size: int,
+        *,
+        anew: bool = False,
+    ) -> tuple[int, Any]:
+        """Return the shapes of a prediction in blocks, found without arithmetic for
+        the first number of rows, and this number.
+
+        :param size: the number of rows of a block; other parameters are those of
+            :meth:`__call__`.
+        :param anew: whether to trace this number of rows.
+        """
+
+        def found() -> tuple[int, Any]:
+            shapes, _ = self._shapes_of(what, arguments, fitted, site)
+            return arguments.num_rows, shapes
+
+        key = _kind(what, arguments, fitted, site, {}), size
+        if anew:
+            self._cache.pop(("whole", key), None)
+        return self._cached("whole", key, found)
 
     def _shapes_of(
         self, what: str, arguments: Arguments, fitted: Fitted, site: str, **how: Any
