@@ -67,7 +67,7 @@ class Moments(NamedTuple):
             whose squares sum to the variances.
         """
         # Two products: slices of one are loops that no library runs.
-        return jnp.vecmat(self.mean, projection), (self.whitener @ projection,)
+        return linalg.vecmat(self.mean, projection), (self.whitener @ projection,)
 
     @property
     def rank(self) -> int:
@@ -80,7 +80,7 @@ class Moments(NamedTuple):
 
         :param noise: standard normal, (..., rank).
         """
-        return jnp.vecmat(noise, self.whitener)
+        return linalg.vecmat(noise, self.whitener)
 
     def whiten(self, deviation: Array) -> Array:
         """Return the noise of deviations, (..., M), for a lower whitener; the inverse
@@ -129,8 +129,8 @@ class NaturalGaussian(NamedTuple):
         of the covariance and the marginal variances all reuse it.
         """
         whitener = linalg.inverse_cholesky(self.precision)
-        white = jnp.matvec(whitener, self.potential)
-        return Moments(jnp.vecmat(white, whitener), whitener)
+        white = linalg.matvec(whitener, self.potential)
+        return Moments(linalg.vecmat(white, whitener), whitener)
 
     @linalg.precise
     def moved(self, z: Array) -> NaturalGaussian:
@@ -142,7 +142,7 @@ class NaturalGaussian(NamedTuple):
         groups), this error goes into the latents. The potential of deviations is small,
         and ``precision z`` has the same error as the matrix of the linear system.
         """
-        shift = jnp.matvec(self.precision, z)
+        shift = linalg.matvec(self.precision, z)
         return self._replace(potential=self.potential + shift)
 
     @property
@@ -220,7 +220,7 @@ class AffineMap(NamedTuple):
     def shifts(self, z: Array) -> Array:
         """Return ``A' z``, the change of the predictors for a change ``z`` of the
         latents, (latents, n)."""
-        return jnp.vecmat(z, self.projection)
+        return linalg.vecmat(z, self.projection)
 
     def marginals(self, q: Moments) -> Marginals:
         """Return marginals of the predictors under a Gaussian on the latents.
@@ -384,7 +384,7 @@ class AffineMap(NamedTuple):
         eye = jnp.eye(inner.shape[-1], dtype=inner.dtype)
         factor = linalg.cholesky(eye + inner)
         weights = _solve(factor, _solve(factor, lacking), transpose=True)
-        return noise + jnp.matvec(self.projection, root * weights)
+        return noise + linalg.matvec(self.projection, root * weights)
 
 
 @dataclass(frozen=True)
@@ -439,7 +439,7 @@ def _carried_jvp(primals: Any, tangents: Any) -> Any:
         whole = jax.tree.map(_instantiated, tangents)
         return jax.jvp(_carried_plainly, primals, whole)
     slopes = (q.whitener.mT @ q.whitener) @ projection
-    tangent = jnp.vecmat(q.mean, moved), 2 * (slopes * moved).sum(-2)
+    tangent = linalg.vecmat(q.mean, moved), 2 * (slopes * moved).sum(-2)
     return _carried_plainly(q, projection), tangent
 
 

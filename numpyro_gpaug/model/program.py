@@ -111,22 +111,50 @@ class Program(Listing):
 
     def reached(self) -> list[tuple[Gather, tuple[Any, Any, Any]]]:
         """Return the indexed inputs, with the ranges of their indices."""
-        gathers = list(self.gathers())
+        found, gathers = [], []
+        for gather in self.gathers():
+            codes = self._codes(gather.indices)
+            if codes is None or len(gather.sizes) > 1:
+                gathers.append(gather)
+            else:
+                found.append((gather, gather.extremes(codes[..., None], [codes])))
         wanted = [x for gather in gathers for x in (gather.indices, *gather.raw)]
         operations = self.between(wanted, ())
 
         def extremes(known: dict[int, Any]) -> list[Any]:
-            found = iter(execute(operations, wanted, known))
+            values = iter(execute(operations, wanted, known))
             return [
-                gather.extremes(next(found), [next(found) for _ in gather.raw])
+                gather.extremes(next(values), [next(values) for _ in gather.raw])
                 for gather in gathers
             ]
 
         used = self.read_for(wanted, ())
         known = {k: x for k, x in self.constants.items() if k in used}
         # In one program: each operation by itself would be one to compile.
-        found = once(extremes, known) if operations else extremes(known)
-        return list(zip(gathers, found, strict=True))
+        ranges = once(extremes, known) if operations else extremes(known)
+        return found + list(zip(gathers, ranges, strict=True))
+
+    def _codes(self, variable: Any) -> np.ndarray | None:
+        """Return the codes behind indices, as numbers: they are indices themselves if
+        they are known and none of them is negative. ``None`` for other indices."""
+        while not isinstance(variable, Literal) and variable in self.makers:
+            eqn, operands, _ = self.makers[variable]
+            if len(operands) == 1 and eqn.primitive.name in _INDEX_MOVES:
+                (variable,) = operands
+            elif eqn.primitive.name == "select_n" and operands[0] in self.makers:
+                test, (left, right), _ = self.makers[operands[0]]
+                zero = isinstance(right, Literal) and right.val == 0
+                if test.primitive.name != "lt" or not zero or left != operands[1]:
+                    return None
+                variable = left
+            else:
+                return None
+        known = None if isinstance(variable, Literal) else self.constants.get(variable)
+        if known is None or isinstance(known, Tracer):
+            return None
+        codes = np.asarray(known)
+        whole = np.issubdtype(codes.dtype, np.integer)
+        return codes if whole and codes.size and codes.min() >= 0 else None
 
     def _before_wrapping(self, variable: Any) -> Iterator[int]:
         """Iterate over index arrays whose negative entries get their axis' length

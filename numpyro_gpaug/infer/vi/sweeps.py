@@ -291,10 +291,10 @@ def backtracked_update(
 
     tries = jnp.where(fresh, jnp.int32(-1), jnp.int32(0))
     bound, origin = evaluation.bound, problem.place(name, evaluation)
+    flat = jnp.zeros_like(bound)
     start = _Search(
-        tries, jnp.array(False), old, bound, origin,
-        problem.slopes_between(name, origin, origin), old, evaluation,
-    )  # fmt: skip
+        tries, jnp.array(False), old, bound, origin, (flat, flat), old, evaluation
+    )
     found = problem.loops.while_loop(refused, attempt, start)
     moved = scatter(natural[name], index, found.natural)
     size = next_step(step, found.tries, largest_step, *found.slopes)
