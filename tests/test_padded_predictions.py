@@ -206,3 +206,20 @@ def test_an_error_has_the_numbers_of_the_arguments() -> None:
     before = compilations("_answer")
     posterior.predict_y(X[:8], GROUP[:8])
     assert compilations("_answer") == before
+
+
+def test_so_has_an_error_of_a_prediction_in_blocks() -> None:
+    def model(X, offset, y=None, *, inducing=Z):
+        kernel = gpaug.kernels.SquaredExponential(1.0)
+        f = gpaug.GaussianProcess("f", kernel, inducing)(X)
+        with numpyro.plate("data", len(X)):
+            numpyro.sample("y", dist.Normal(f + offset, 1.0), obs=y)
+
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model))
+    offset = np.linspace(0, 1, 20, dtype="float32")
+    fit = svi.run(KEY, 2, X[:20], offset, offset, progress_bar=False)
+    posterior = svi.posterior(fit)
+    whole = posterior.predict_y(X[:9], offset[:9]).mean
+    with pytest.raises(TypeError, match=r"shapes for broadcasting: .7,., .6,."):
+        posterior.predict_y(X[:7], offset[:6])
+    close(posterior.predict_y(X[:7], offset[:7]).mean, whole[:7])

@@ -163,27 +163,47 @@ class Calls:
             if joint:
                 return self(what, arguments, site)
             return self._explained(self._at_once(what, arguments, site), arguments)
-        # The structure of the answer (a distribution knows its batch shape) is traced
-        # for the first number of rows, before blocks are: an error then has the shape
-        # that was passed in.
-        given = what, arguments, self._fitted, site
-        with self._naming(arguments):
-            known, whole = self._predictor.whole(*given, size)
-        try:
-            blocks = [
-                self._at_once(what, block, site)
-                for block in _blocks(arguments, by_row, rows, size)
-            ]
-            if known != rows:
-                whole = without_added(whole, blocks[0], rows)
-            found = _joined(whole, blocks)
-        except (TypeError, ValueError):
-            if known == rows:
-                raise
-            with self._naming(arguments):
-                _, whole = self._predictor.whole(*given, size, anew=True)
-            found = _joined(whole, blocks)
+        found = self._in_blocks(what, called, site, rows, size)
         return self._explained(found, arguments)
+
+    def _in_blocks(
+        self,
+        what: str,
+        called: tuple[Arguments, tuple[bool, ...]],
+        site: str,
+        rows: int,
+        size: int,
+    ) -> Any:
+        """Predict blocks of rows, and join them.
+
+        :param rows: the number of rows.
+        :param size: rows of a block; the others are those of :meth:`stream`.
+        """
+        arguments, rest = called[0], _blocks(*called, rows, size)
+        given = what, arguments, self._fitted, site, rows, (first := next(rest))
+
+        def whole(*, anew: bool = False) -> tuple[int, Any]:
+            with self._naming(arguments):
+                return self._predictor.whole(*given, anew=anew)
+
+        # The structure of the answer (a distribution knows its batch shape) is traced
+        # for the first number of rows, and follows for others.
+        known, like = whole()
+        others = known != rows
+        try:
+            blocks = [self._at_once(what, x, site) for x in (first, *rest)]
+        except (TypeError, ValueError):
+            if others:  # an error has the shapes that were passed in
+                whole(anew=True)
+            raise
+        try:
+            if others:
+                like = without_added(like, blocks[0], rows)
+            return _joined(like, blocks)
+        except (TypeError, ValueError):
+            if not others:
+                raise
+            return _joined(whole(anew=True)[1], blocks)
 
     @contextmanager
     def _naming(self, arguments: Arguments) -> Iterator[None]:

@@ -217,23 +217,26 @@ class Predictor:
         arguments: Arguments,
         fitted: Fitted,
         site: str,
-        size: int,
+        rows: int,
+        block: Arguments,
         *,
         anew: bool = False,
     ) -> tuple[int, Any]:
         """Return the shapes of a prediction in blocks, found without arithmetic for
         the first number of rows, and this number.
 
-        :param size: the number of rows of a block; other parameters are those of
+        :param rows: the number of rows of these arguments.
+        :param block: the arguments of a block; other parameters are those of
             :meth:`__call__`.
         :param anew: whether to trace this number of rows.
         """
 
         def found() -> tuple[int, Any]:
-            shapes, _ = self._shapes_of(what, arguments, fitted, site)
-            return arguments.num_rows, shapes
+            shapes, ready = self._shapes_of(what, arguments, fitted, site)
+            self._cached("prepared", (fitted.size, block.shapes), lambda: ready)
+            return rows, shapes
 
-        key = _kind(what, arguments, fitted, site, {}), size
+        key = _kind(what, arguments, fitted, site, {}), block.shapes
         if anew:
             self._cache.pop(("whole", key), None)
         return self._cached("whole", key, found)
