@@ -120,6 +120,27 @@ def test_benchmark_of_series_runs_at_small_sizes(tmp_path: Path) -> None:
     assert max(found[k] for k in ("bound", "dense", "slope", "mean", "variance")) < 1e-8
 
 
+def test_benchmark_of_first_results_measures_every_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES / "benchmarks")
+    monkeypatch.setenv("GPAUG_DATA", "none")
+    found = importlib.import_module("felt").measure("herds", "here", 0, 30)
+    calls = {"imports", "first", "second", "tenth", "served", "other"}
+    assert found.keys() == calls
+    assert min(found.values()) >= 0
+
+
+@pytest.mark.slow
+def test_benchmark_of_first_results_runs_with_a_rival(tmp_path: Path) -> None:
+    size = ["--draws", "20", "--many", "30", "--json", "found.json"]
+    run("benchmarks/felt", tmp_path, "--cases", "days", *size)
+    found = json.loads((tmp_path / "found.json").read_text())["rows"]
+    assert [x["case"] for x in found[:2]] == ["days here", "days nuts"]
+    assert found[0]["cached"] > 0
+    assert found[1]["second"] > 0
+
+
 @pytest.mark.slow
 def test_recipe_is_not_worse_than_logistic_regression(tmp_path: Path) -> None:
     size = ["--sets", "breast_cancer", "--splits", "1", "--inducing", "50"]
