@@ -217,6 +217,7 @@ class AffineMap(NamedTuple):
         """Return means of the predictors given latents (latents, M): (latents, n)."""
         return self.offset + self.shifts(z)
 
+    @linalg.precise
     def shifts(self, z: Array) -> Array:
         """Return ``A' z``, the change of the predictors for a change ``z`` of the
         latents, (latents, n)."""

@@ -33,6 +33,7 @@ def register(
     augmentation: Augmentation | None = None,
     *,
     log_concave: bool = False,
+    competing: bool = False,
     **m_steps: MStep,
 ) -> None:
     """Register a likelihood: see :func:`register_expectation`.
@@ -43,11 +44,13 @@ def register(
     :param predictive: the predictive distribution.
     :param augmentation: an augmentation for :func:`register_augmentation`, if any.
     :param log_concave: whether it is log-concave in its latents.
+    :param competing: whether it is a softmax of its last axis.
     :param m_steps: maximisers for :func:`register_m_step`, by parameter.
     """
     register_expectation(
-        cls, latents, expected_log_prob, predictive, log_concave=log_concave
-    )
+        cls, latents, expected_log_prob, predictive, log_concave=log_concave,
+        competing=competing,
+    )  # fmt: skip
     if augmentation is not None:
         register_augmentation(cls, augmentation)
     for parameter, step in m_steps.items():

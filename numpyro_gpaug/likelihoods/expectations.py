@@ -40,12 +40,14 @@ class Expectation(NamedTuple):
     :param expected_log_prob: ``(d, y, means, variances) -> batch``.
     :param predictive: ``(d, means, variances) -> Distribution`` of a new observation.
     :param log_concave: whether the likelihood is log-concave in its latents.
+    :param competing: whether it is a softmax of its last axis.
     """
 
     latents: tuple[str, ...]
     expected_log_prob: Callable[[Any, Array, Parameters, Parameters], Array]
     predictive: Callable[[Any, Parameters, Parameters], Distribution]
     log_concave: bool
+    competing: bool = False
 
 
 _REGISTRY: dict[type[Distribution], Expectation] = {}
@@ -58,6 +60,7 @@ def register_expectation(
     predictive: Callable[[Any, Parameters, Parameters], Distribution],
     *,
     log_concave: bool = False,
+    competing: bool = False,
 ) -> None:
     """Register the exact expectation of a likelihood, for it and its subclasses.
 
@@ -74,6 +77,9 @@ def register_expectation(
         latents. Its factors then always have positive precisions, and
         :class:`~numpyro_gpaug.ConjugateSVI` does not need to start with an augmented
         step.
+    :param competing: whether the likelihood depends on its one latent parameter through
+        the softmax of the last axis. Updates then take the competition of classes into
+        account.
 
     **Example**
 
@@ -88,7 +94,7 @@ def register_expectation(
     ... )
     """
     _REGISTRY[cls] = Expectation(
-        tuple(latents), expected_log_prob, predictive, log_concave
+        tuple(latents), expected_log_prob, predictive, log_concave, competing
     )
 
 

@@ -207,12 +207,18 @@ register_correlated(
     dist.MultinomialLogits,
     CorrelatedExpectation("logits", _correlated_counts, _correlated_counts_predictive),
 )
-register(dist.MultinomialLogits, ("logits",), _counts_expectation, _counts_predictive)
+register(
+    dist.MultinomialLogits, ("logits",), _counts_expectation, _counts_predictive,
+    competing=True,
+)  # fmt: skip
 register_correlated(
     dist.CategoricalLogits,
     CorrelatedExpectation("logits", _correlated_softmax, _correlated_predictive),
 )
-register(dist.CategoricalLogits, ("logits",), _softmax_expectation, _softmax_predictive)
+register(
+    dist.CategoricalLogits, ("logits",), _softmax_expectation, _softmax_predictive,
+    competing=True,
+)  # fmt: skip
 for likelihood, augmentation in (
     (distributions.LogisticSoftmax, LogisticSoftmax()),
     (distributions.LogisticSoftmaxMeanField, LogisticSoftmaxMeanField()),

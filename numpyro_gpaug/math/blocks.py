@@ -30,20 +30,24 @@ BLOCK, BLOCK_OF_ACCELERATORS = 2**21, 2**25
 _AT_ONCE = 16
 
 
-def rows_of_blocks(rows: int, each: int, dtype: Any, least: int = 1) -> int | None:
+def rows_of_blocks(
+    rows: int, each: int, dtype: Any, least: int = 1, passes: int = 1
+) -> int | None:
     """Return the number of rows in a block; ``None`` if one block should take all rows.
 
     :param rows: the total number of rows.
     :param each: how many numbers are computed from each row.
     :param dtype: the dtype of these numbers.
     :param least: the smallest number of rows of a block.
+    :param passes: how often these numbers are read: the more often, the sooner a loop
+        over blocks in a processor's cache pays.
     """
     size = each * jnp.dtype(dtype).itemsize
     on_cpu = jax.default_backend() == "cpu"
     parts = _parts(rows)
     block = max((BLOCK if on_cpu else BLOCK_OF_ACCELERATORS) // size, least)
     of_one = rows // parts
-    return None if of_one * size <= WHOLE or of_one <= block else parts * block
+    return None if of_one * size * passes <= WHOLE or of_one <= block else parts * block
 
 
 def cut_rows(values: Array, size: int, filled: str = "edge") -> Array:

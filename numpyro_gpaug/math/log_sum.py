@@ -44,12 +44,16 @@ from numpyro_gpaug.math import normal
 from numpyro_gpaug.math.blocks import cut_rows, over_blocks, rows_of_blocks
 from numpyro_gpaug.math.concrete import floating
 from numpyro_gpaug.math.gumbel import expected_log_sum_exp
+from numpyro_gpaug.math.sharding import shards
 
 # The standard deviation up to which log S stays in the range of the lattice, four of
 # them below a mean of zero; and the -s at which a lattice of the logistic hands over,
 # where it is an exponential to rounding.
 _WIDE = 4.0
 _CUTS = {"float32": -13.5, "float64": -18.0}
+# How often the numbers on the lattice are read, with derivatives: for 3000 rows of
+# twelve classes, blocks that stay in a processor's cache take less than half the time.
+_PASSES = 4
 
 
 class Link(NamedTuple):
@@ -197,11 +201,19 @@ def _by_blocks(
     shape, num_classes = mean.shape[:-1], mean.shape[-1]
     points = _lattice(link, str(mean.dtype), num_classes).points
     size = math.prod(shape)
-    rows = rows_of_blocks(size, num_classes * len(points), mean.dtype)
+    each = num_classes * len(points)
+    rows = rows_of_blocks(size, each, mean.dtype, passes=_PASSES)
     if rows is None:
         return compute(mean, variance)
-    cut = [cut_rows(x.reshape(size, num_classes), rows) for x in (mean, variance)]
+    flat = [x.reshape(size, num_classes) for x in (mean, variance)]
+    # Rows outside of the lattice share blocks, unless rows are on several devices.
+    order = None if shards() > 1 else jnp.argsort(_outside(link, *flat))
+    if order is not None:
+        flat = [x[order] for x in flat]
+    cut = [cut_rows(x, rows) for x in flat]
     found = over_blocks(lambda block: compute(*block), cut, size)
+    if order is not None:
+        found = tuple(jnp.zeros_like(x).at[order].set(x) for x in found)
     return tuple(x.reshape(shape + x.shape[1:]) for x in found)
 
 
@@ -233,11 +245,13 @@ def _lattice_shares(
 
 
 def _outside(link: Link, mean: Array, variance: Array) -> Array:
-    """Whether the range of the lattice does not cover log S in some row."""
+    """Whether the range of the lattice does not cover log S, by row."""
     if link == EXPONENTIAL:
-        return (variance > _WIDE**2).any()
+        # Means are at most 0: a wide latent may be so far down that it is not reached.
+        top = mean + (_WIDE + 1) * jnp.sqrt(variance)
+        return ((variance > _WIDE**2) & (top > _WIDE**2)).any(-1)
     # What a logistic is at most is in range.
-    return ((mean - _WIDE * jnp.sqrt(variance)).max(-1) < -(_WIDE**2)).any()
+    return (mean - _WIDE * jnp.sqrt(variance)).max(-1) < -(_WIDE**2)
 
 
 def _by_width(
@@ -261,7 +275,7 @@ def _by_width(
 
     on_lattice = partial(narrow, lattice, np.ones_like(lattice.s))
     return lax.cond(
-        _outside(link, mean, variance), all_rows, on_lattice, mean, variance
+        _outside(link, mean, variance).any(), all_rows, on_lattice, mean, variance
     )
 
 

@@ -21,6 +21,7 @@ from numpyro_gpaug.likelihoods.expectations import (
     base_distribution,
     feasible,
     lookup_correlated,
+    lookup_expectation,
     through_wrappers,
 )
 from numpyro_gpaug.math import correlated_softmax
@@ -192,6 +193,26 @@ class ExpectedLogLikelihood:
     frontiers: tuple[tuple[str, Any], ...] = ()
 
     @property
+    def competing(self) -> tuple[str, ...]:
+        """The predictors that a softmax of their last axis alone depends on. There are
+        none in one Gaussian of all latents, whose updates move them together."""
+        if self.bound != "exact" or isinstance(self.predictors, Concatenated):
+            return ()
+        found: list[str] = []
+        for site in self.sites:
+            law = base_distribution(self.likelihoods[site.name].fn)
+            entry = lookup_expectation(type(law))
+            if entry is not None and entry.competing:
+                found += site.predictors
+        return tuple(found)
+
+    def not_widened(self) -> dict[str, Array]:
+        """Return zeros for ``wider`` in :meth:`__call__`; none unless classes
+        compete."""
+        values = self.predictors.values if self.competing else {}
+        return {k: jnp.zeros_like(x) for k, x in values.items()}
+
+    @property
     def quadratic(self) -> bool:
         """See :func:`~numpyro_gpaug.model.predictors.are_normal`."""
         return are_normal(self.sites, self.likelihoods)
@@ -203,13 +224,23 @@ class ExpectedLogLikelihood:
         """
         return self.predictors.marginals(at)
 
-    def __call__(self, at: dict[str, Any], bound: str | None = None) -> Array:
+    def __call__(
+        self,
+        at: dict[str, Any],
+        bound: str | None = None,
+        wider: dict[str, Array] | None = None,
+    ) -> Array:
         """Return the sum over sites of their scaled, masked expectations.
 
         :param at: marginals by block.
         :param bound: a bound to use in place of :attr:`bound`.
+        :param wider: additional variances of predictors; the derivatives in these show
+            the curvature of the likelihood.
         """
         carried, bound = self.carried(at), bound or self.bound
+        for k, more in (wider or {}).items():
+            mean, variance = carried[k]
+            carried[k] = Marginals(mean, variance + more)
         total = jnp.zeros((), jnp.result_type(*jax.tree.leaves(carried), 0.0))
         begin = 0
         for site in self.sites:

@@ -25,6 +25,8 @@ from numpyro_gpaug.gaussians.blocks import AffineBlocks
 from numpyro_gpaug.gaussians.chain import ChainPrior
 from numpyro_gpaug.gaussians.pairs import PairedMap
 from numpyro_gpaug.infer.vi.differentiation import split_floats
+from numpyro_gpaug.math.competition import edge_roots, laplacian_product
+from numpyro_gpaug.math.conjugate_gradients import conjugate_gradients
 
 # Natural parameters, by block.
 Natural = dict[str, Any]
@@ -60,6 +62,8 @@ class Evaluation(NamedTuple):
     :param marginals: marginals by block.
     :param slopes: derivatives of the expected log-likelihood with respect to the
         marginals.
+    :param bends: its derivatives with respect to the variances of predictors, by
+        predictor; empty unless classes compete.
     :param direct: its derivatives with respect to the numbers in the likelihood; empty
         unless hyperparameters are learnt.
     :param divergences: KL by block, (latents,).
@@ -72,6 +76,7 @@ class Evaluation(NamedTuple):
     moments: dict[str, Any]
     marginals: dict[str, Marginals]
     slopes: dict[str, Marginals]
+    bends: dict[str, Array]
     direct: tuple[Array, ...]
     divergences: dict[str, Array]
     rise: Array
@@ -185,6 +190,12 @@ class LatentGaussian:
         single = sum(len(prior.loc) for prior in self.priors.values()) == 1
         return single and likelihood.quadratic
 
+    @property
+    def competes(self) -> bool:
+        """Whether classes compete for data, so that their means move together."""
+        likelihood: Any = self.likelihood
+        return bool(likelihood.competing)
+
     # Minibatches of latents.
 
     def select(self, natural: Natural) -> Any:
@@ -243,13 +254,14 @@ class LatentGaussian:
             return at, {k: self._kl(k, q[k]) for k in names}
 
         at, kl = _zeros(jax.eval_shape(lambda: parts(natural)))
+        likelihood: Any = self.likelihood
         # The likelihood is not traced: derivatives have the shapes of their arguments.
         direct = split_floats(self.likelihood)[0] if self.learns else ()
         zero = jnp.zeros((), self.dtype)
         known_at, known_kl = parts(others)
         return Evaluation(
-            zero - jnp.inf, zero, zero, q, at | known_at, at, _zeros(direct),
-            kl | known_kl, zero,
+            zero - jnp.inf, zero, zero, q, at | known_at, at,
+            likelihood.not_widened(), _zeros(direct), kl | known_kl, zero,
         )  # fmt: skip
 
     def reevaluate(
@@ -331,8 +343,65 @@ class LatentGaussian:
         problem = self.of_latent(name, index)
         return problem._target(name, q, at, slopes, least_precision)
 
+    def targets(self, evaluation: Evaluation, augmented: Array | None) -> Natural:
+        """Return the result of a whole step of all blocks.
+
+        Where classes compete, the means take a Newton step together: the factors of one
+        class alone move it too far against others, and all of them too little.
+
+        :param evaluation: the evaluation at the point.
+        :param augmented: see :meth:`slopes_at`.
+        """
+        found = {k: self.target(k, evaluation, augmented) for k in self.maps}
+        if not self.competes:
+            return found
+        steps = self._competing_steps(evaluation)
+
+        def moved(name: str) -> Any:
+            mean = evaluation.moments[name].mean + steps[name]
+            at_zero = jnp.zeros_like(found[name].potential)
+            return found[name]._replace(potential=at_zero).moved(mean)
+
+        return {name: moved(name) for name in found}
+
+    def _competing_steps(self, evaluation: Evaluation) -> dict[str, Array]:
+        """Return a Newton step of all means with the curvature of competing classes, by
+        conjugate gradients that are preconditioned with the covariances."""
+        likelihood: Any = self.likelihood
+        at = likelihood.carried(evaluation.marginals)
+        precisions = {k: jnp.maximum(-2 * x, 0) for k, x in evaluation.bends.items()}
+        roots = {
+            k: edge_roots(at[k].mean, at[k].variance, precisions[k])
+            for k in likelihood.competing
+        }
+
+        def predictors(means: dict[str, Array]) -> dict[str, Array]:
+            moved = {k: self._given(k, z) for k, z in means.items()}
+            return {k: x.mean for k, x in likelihood.carried(moved).items()}
+
+        start = {k: q.mean for k, q in evaluation.moments.items()}
+        _, push = jax.linearize(predictors, start)
+        pull = jax.linear_transpose(push, start)
+        still = {k: self.pull(k, jnp.zeros_like(x)) for k, x in start.items()}
+
+        def curved(step: dict[str, Array]) -> dict[str, Array]:
+            rows = push(step)
+            bent = {
+                k: laplacian_product(roots[k], x) if k in roots else precisions[k] * x
+                for k, x in rows.items()
+            }
+            (back,) = pull(bent)
+            return {k: back[k] + self.pull(k, x) - still[k] for k, x in step.items()}
+
+        return conjugate_gradients(
+            curved, partial(self.newton, evaluation), self.ascents(evaluation)
+        )
+
     def _marginals(self, name: str, q: Any) -> Any:
         return self.maps[name].marginals(selected(q, self.latents.get(name)))
+
+    def _given(self, name: str, mean: Array) -> Any:
+        return self.maps[name].given(selected(mean, self.latents.get(name)))
 
     def _kl(self, name: str, q: Any) -> Array:
         return self.priors[name].divergence(q) * self.scales[name]
@@ -345,17 +414,22 @@ class LatentGaussian:
     ) -> Evaluation:
         floats, rebuild = split_floats(self.likelihood if self.learns else ())
 
-        def expected(at: dict[str, Marginals], floats: tuple[Array, ...]) -> Array:
-            likelihood = rebuild(floats) if self.learns else self.likelihood
-            return likelihood(at)
+        known: Any = self.likelihood
+        wider = known.not_widened()
 
-        differentiate = jax.value_and_grad(expected, (0, 1))
-        value, (slopes, direct) = differentiate(at, floats)
+        def expected(
+            at: dict[str, Marginals], floats: tuple[Array, ...], wider: dict[str, Array]
+        ) -> Array:
+            likelihood = rebuild(floats) if self.learns else self.likelihood
+            return likelihood(at, wider=wider)
+
+        differentiate = jax.value_and_grad(expected, (0, 1, 2))
+        value, (slopes, direct, bends) = differentiate(at, floats, wider)
         value = jnp.asarray(value, self.dtype)
         bound, rounding = self.bound(value, kl)
         rise = jnp.full_like(bound, jnp.inf)
         slack = rounding * share_of_walk(at)
-        return Evaluation(bound, value, slack, q, at, slopes, direct, kl, rise)
+        return Evaluation(bound, value, slack, q, at, slopes, bends, direct, kl, rise)
 
     def bound(self, value: Array, kl: dict[str, Array]) -> tuple[Array, Array]:
         """Return the bound, and the largest decrease that rounding alone may cause.
@@ -415,8 +489,8 @@ class LatentGaussian:
     ) -> tuple[Callable[[Array], Array], Array]:
         """Return the means of predictors as a function of the means of a block, and
         these."""
-        q = evaluation.moments[name]
-        return lambda m: self._marginals(name, q._replace(mean=m)).mean, q.mean
+        mean = evaluation.moments[name].mean
+        return lambda m: self._given(name, m).mean, mean
 
     def unresolved(self, evaluation: Evaluation, processes: tuple[str, ...]) -> Array:
         """Return the error, due to rounding of kernel matrices, of bounds at different

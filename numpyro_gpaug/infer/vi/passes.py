@@ -208,6 +208,8 @@ class InBlocks:
     loops: ClassVar[Any] = _PythonLoops
     coupled: ClassVar[tuple[str, ...]] = ()
     quadratic: ClassVar[bool] = False
+    # The means of competing classes would read the data many times.
+    competes: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -254,6 +256,9 @@ class InBlocks:
         if augmented is not None and augmented:  # in a first step
             at = self.evaluate(at.natural, augmented=True)
         return at.targets[name]
+
+    def targets(self, at: Pass, augmented: Any) -> Natural:
+        return {name: self.target(name, at, augmented) for name in at.targets}
 
     def place(self, name: str, at: Pass) -> tuple[Array, Array]:
         return at.means[name], at.ascents[name]

@@ -8,6 +8,9 @@ sum of all). Anderson acceleration, a mixture of the last targets, corrects both
 costs one evaluation. If it would make the bound fall, a coordinate pass is taken
 instead.
 
+Where classes compete the targets contain Newton steps of all means together, with the
+curvature of the softmax. Mixing would only disturb them.
+
 Reference: Walker and Ni (2011), Anderson acceleration for fixed-point iterations.
 """
 
@@ -60,7 +63,7 @@ def settled(
     :return: natural parameters, the evaluation there, whose ``rise`` is the total over
         all updates, and next step sizes.
     """
-    # Targets are mixed only with several latents.
+    # Targets are mixed only with several latents, whose targets do not know each other.
     several = sum(len(block.potential) for block in natural.values()) > 1
 
     def sweep(place: Place, moves: Array, fresh: Array) -> Place:
@@ -101,7 +104,7 @@ def settled(
     start = (
         jnp.int32(0), (natural, unevaluated, steps),
         jnp.full_like(bound, jnp.inf), jnp.zeros_like(bound),
-        _Memory.empty(natural) if several else (),
+        _Memory.empty(natural) if several and not problem.competes else (),
     )  # fmt: skip
     loop = problem.loops.while_loop
     _, (natural, evaluation, steps), _, total, _ = loop(going, move, start)
@@ -172,20 +175,21 @@ class _Memory(NamedTuple):
 def _mixed_or_swept(
     problem: Any,
     place: Place,
-    memory: _Memory,
+    memory: Any,
     moves: Array,
     sweep: Callable[..., Place],
     augmented: Callable[[Array], Array | None],
     tolerance: float,
-) -> tuple[Place, Array, _Memory]:
+) -> tuple[Place, Array, Any]:
     """Take one update, and return its rise. The first one only evaluates, and has
     none."""
     natural, evaluation, steps = place
     before = jnp.maximum(moves - 1, 0)
 
-    def mix() -> tuple[Natural, _Memory]:
-        kind = augmented(before)
-        targets = {k: problem.target(k, evaluation, kind) for k in natural}
+    def mix() -> tuple[Natural, Any]:
+        targets = problem.targets(evaluation, augmented(before))
+        if problem.competes:
+            return targets, memory
         return _mixed(memory, moves, targets, natural)
 
     cond = problem.loops.cond
