@@ -142,6 +142,8 @@ def test_more_groups_than_one_digit_tells(monkeypatch):
     svi = gpaug.ConjugateSVI(model, guide)
     fit = svi.run(jax.random.key(0), 3, group, REAL, progress_bar=False)
     assert "3000 groups of 1 (a), 0 others" in repr(guide)
+    # Of one thread, therefore.
+    assert guide.structure.largest == 0
     a = svi.posterior(fit)["a"]
     rows = np.bincount(group, minlength=3000)
     means = np.bincount(group, REAL, minlength=3000) / (rows + 1)
@@ -225,6 +227,7 @@ def test_what_a_datum_compares_is_not_a_group(monkeypatch):
     guide = gpaug.AutoLatentGaussian(preferred)
     guide.setup(GROUP, GROUP[::-1], REAL > 0)
     assert "40 Gaussian latents, dense" in repr(guide)
+    assert guide.structure.largest == 40
 
 
 @pytest.mark.slow  # quick in test_dtypes.py

@@ -136,6 +136,8 @@ class Structure:
     @property
     def largest(self) -> int:
         """The number of rows of the largest dense matrix that a step factorises."""
+        if self.joint:
+            return self.form.largest_matrix
         return max((b.shape[-1] for b in self.blocks), default=0)
 
     def sources(self) -> dict[str, tuple[str, ...]]:

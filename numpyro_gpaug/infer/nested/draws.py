@@ -128,7 +128,7 @@ class Run:
         :param z: whitened latents, (n, size).
         """
         given = jnp.asarray(points, self.programs.hyper.dtype), z, self.arrays
-        size = self.programs.structure.size
+        size = self.programs.structure.largest
         part = self.clock.part("values of sites")
         with part, threads_for(size), self.programs.running():
             return jax.block_until_ready(self.programs.sites(*given))
@@ -152,7 +152,7 @@ class Run:
         rng = np.random.default_rng(self.seed)
         points, log_weights = stratified(*self.points(), num, rng)
         programs = self.programs
-        with threads_for(programs.structure.size):
+        with threads_for(programs.structure.largest):
             found = [
                 programs.gaussians(points, start, self.arrays) for start in self.starts
             ]

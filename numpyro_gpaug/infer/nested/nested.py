@@ -224,7 +224,7 @@ class NestedVI(Displayed):
             # NUTS on the collapsed model would be NUTS on the model.
             check_gaussian(programs.structure)
         way = integrated if hyper.size <= MOST else sampled
-        with threads_for(programs.structure.size):
+        with threads_for(programs.structure.largest):
             try:
                 run = way(
                     programs, rng_key, arguments.arrays, start, prior, clock,

@@ -77,10 +77,10 @@ class AtDraws:
         self, programs: Programs, arrays: Any, samples: dict[str, Any]
     ) -> None:
         self._programs, self._arrays = programs, arrays
-        self._size = programs.structure.size
+        self._largest = programs.structure.largest
         self.points = _unconstrained(programs.hyper, arrays, samples)
         start = programs.no_start(arrays)
-        with threads_for(self._size):
+        with threads_for(self._largest):
             first = programs.evaluate(self.points[:1], start, arrays, gradient=True)
             self._start = Start(first.factors, np.ones(1, bool))
 
@@ -92,7 +92,7 @@ class AtDraws:
         """
         total = len(self.points)
         chosen = np.arange(min(num, total)) * total // min(num, total)
-        with threads_for(self._size):
+        with threads_for(self._largest):
             _, values, moments = self._programs.gaussians(
                 self.points[chosen], self._start, self._arrays
             )
@@ -108,7 +108,7 @@ class AtDraws:
         shape = len(self.points), programs.structure.form.rank
         noise = np.asarray(random.normal(key, shape, programs.structure.dtype))
         # One point after the other: all their covariances may not fit in memory.
-        with threads_for(self._size):
+        with threads_for(self._largest):
             z = [
                 programs.drawn(point, self._factors(point), each, arrays)
                 for point, each in zip(self.points, noise, strict=True)

@@ -137,7 +137,7 @@ def check_gaussian(structure: Structure) -> None:
     :param structure: the structure of the model.
     :raises ValueError: if there is none; it states what can be one.
     """
-    if not structure.largest:
+    if not any(block.shape[-1] for block in structure.blocks):
         raise ValueError(_nothing_gaussian(structure))
 
 
