@@ -37,7 +37,7 @@ from numpyro_gpaug.model.inspect import inspect_model, structure_at
 from numpyro_gpaug.model.latents import Structure
 from numpyro_gpaug.model.predictors import of_site
 from numpyro_gpaug.model.structure import Observed, remembered
-from numpyro_gpaug.model.view import NUM_NODES, ModelView, nodes_of
+from numpyro_gpaug.model.view import NUM_NODES, ModelView
 
 # Numbers held at once while draws are evaluated: 64 MiB in float32.
 _BUDGET = 2**24
@@ -260,14 +260,7 @@ def _mixture(
     for a full process, both are exact."""
     pseudo = len(site.processes) == 1 and is_pseudo(view.message(site.name)["fn"])
     nodal = site._replace(route=Route.GAUSS_HERMITE) if pseudo else site
-    z, weights = nodes_of(nodal, means, random.key(0))
-
-    def density(z: dict[str, Array]) -> Array:
-        moved = {k: means[k] + jnp.sqrt(spreads[k]) * z[k] for k in z}
-        message = view.trace({**means, **moved})[site.name]
-        return message["fn"].log_prob(message["value"])
-
-    values = jax.vmap(density)(z)
+    values, weights = view.at_nodes(nodal, means, spreads, random.key(0))
     log_weights = jnp.log(weights).reshape((-1,) + (1,) * (values.ndim - 1))
     return jax.nn.logsumexp(values + log_weights, 0)
 

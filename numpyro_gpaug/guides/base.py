@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import jax
 import numpy as np
@@ -26,11 +26,12 @@ from numpyro_gpaug.model.closures import Version, watched
 from numpyro_gpaug.model.codes import Codes
 from numpyro_gpaug.model.display import latent_rows, observed_rows
 from numpyro_gpaug.model.inspect import inspect_model, structure_at
-from numpyro_gpaug.model.jaxpr import dependence_tree
+from numpyro_gpaug.model.jaxpr import dependence_on_arrays
 from numpyro_gpaug.model.latents import Structure
 from numpyro_gpaug.model.observations import check_observations
 from numpyro_gpaug.model.starts import MedianStart
 from numpyro_gpaug.model.structure import (
+    Block,
     Trace,
     any_key,
     flat_functions,
@@ -129,11 +130,6 @@ class ProcessGuide(Displayed):
             )
         return self._structure
 
-    @property
-    def conjugate(self) -> bool:
-        """Whether closed-form updates can change its params."""
-        return False
-
     def view(
         self,
         structure: Structure,
@@ -164,11 +160,8 @@ class ProcessGuide(Displayed):
         """
         whole, here = self.structure, arguments.counting_all()
         return remembered(
-            self._sizes, here.shapes, lambda: self._structure_at(whole, here)
+            self._sizes, here.shapes, lambda: structure_at(self.model, whole, here)
         )
-
-    def _structure_at(self, structure: Any, arguments: Arguments) -> Structure:
-        return structure_at(self.model, structure, arguments)
 
     def check_params(self, params: dict[str, Any]) -> None:
         """Raise if params of the model or of the guide are missing.
@@ -219,11 +212,8 @@ class ProcessGuide(Displayed):
         arguments."""
         if not isinstance(self._other, PointGuide):
             return
-        inputs = {str(i): x for i, x in enumerate(arguments.arrays)}
-        static = arguments.static
-        found = dependence_tree(
-            lambda given: self._others_at(static, [given[k] for k in inputs]), inputs
-        )
+        at = partial(self._others_at, arguments.static)
+        found = dependence_on_arrays(at, arguments.arrays)
         starts, supports = zip(*found.values(), strict=True)
         self._other.moves = any(x.state for x in jax.tree.leaves(starts))
         self._supports_move = any(x.state for x in jax.tree.leaves(supports))
@@ -423,7 +413,7 @@ class ProcessGuide(Displayed):
             name = type(self).__name__
             return f"{name}, not set up: it has seen no arguments yet", []
         structure = self.structure
-        shapes = dict(getattr(structure, "shapes", ()))
+        shapes = dict(structure.shapes)
         rows = latent_rows(structure)
         for name in structure.others:
             rows.append((name, str(shapes.get(name, "")), self._kind(name)))
@@ -439,3 +429,56 @@ class ProcessGuide(Displayed):
         kind = self._other_class.__name__
         point = "a point " if kind == "AutoDelta" else ""
         return f"hyperparameter, {point}({kind})"
+
+
+class ConjugateGuide(ProcessGuide):
+    """The base class of the guides whose Gaussians closed-form updates can change.
+
+    :param model: a NumPyro model.
+    :param covariance: the family of Gaussians.
+    :param other: class of the autoguide for all other latents.
+    """
+
+    #: The families, with the posterior of function values under each.
+    covariances: ClassVar[dict[str, Callable[[], Any]]]
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        covariance: str = "natural",
+        other: Callable[..., Any] = AutoDelta,
+    ) -> None:
+        if covariance not in self.covariances:
+            raise ValueError(
+                f"covariance must be one of {(*self.covariances,)}, got {covariance!r}"
+            )
+        super().__init__(model, other)
+        self.covariance = covariance
+        self.function_posterior = self.covariances[covariance]()
+
+    @property
+    def conjugate(self) -> bool:
+        """Whether closed-form updates can change its params."""
+        return self.covariance == "natural"
+
+    def param_names(self, block: Block) -> tuple[str, ...]:
+        """Return the names of the params of a block.
+
+        :param block: one of ``structure.blocks``.
+        """
+        raise NotImplementedError
+
+    def own_params(self) -> tuple[str, ...]:
+        return tuple(n for b in self.structure.blocks for n in self.param_names(b))
+
+    def natural_params(self, natural: dict[str, Any]) -> dict[str, Array]:
+        """Return natural parameters as params by name.
+
+        :param natural: natural parameters by block, latent axis first.
+        """
+        params: dict[str, Array] = {}
+        for block in self.structure.blocks:
+            leaves, latents = jax.tree.leaves(natural[block.name]), block.shape[:-1]
+            named = zip(self.param_names(block), leaves, strict=True)
+            params |= {k: x.reshape(*latents, *x.shape[1:]) for k, x in named}
+        return params

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +15,13 @@ import numpyro.distributions as dist
 from jax import Array, random
 from jax.core import Tracer
 from numpyro import handlers
-from numpyro.infer.autoguide import AutoDelta
 
 from numpyro_gpaug.distributions.gaussian import BlockGaussian, StructuredGaussian
 from numpyro_gpaug.gaussians import STRUCTURES, natural_from
 from numpyro_gpaug.gaussians.base import GaussianFactors
 from numpyro_gpaug.gaussians.dense import Moments
 from numpyro_gpaug.gaussians.pairs import PairedMap
-from numpyro_gpaug.guides.base import ProcessGuide
+from numpyro_gpaug.guides.base import ConjugateGuide
 from numpyro_gpaug.guides.function_posterior import InducingPosterior
 from numpyro_gpaug.guides.sparse_gp import NATURAL
 from numpyro_gpaug.math.compiling import few
@@ -32,14 +31,13 @@ from numpyro_gpaug.model.codes import Codes
 from numpyro_gpaug.model.costs import FIT, WHITE
 from numpyro_gpaug.model.forms import refuse_large
 from numpyro_gpaug.model.gaussians import field
-from numpyro_gpaug.model.inspect_joint import inspect_joint, joint_structure_at
+from numpyro_gpaug.model.inspect_joint import inspect_joint
 from numpyro_gpaug.model.joint import JointView
 from numpyro_gpaug.model.latents import JOINT, Grouping, Structure
 from numpyro_gpaug.model.marginals import with_latent_axis
-from numpyro_gpaug.model.structure import any_key, remembered
+from numpyro_gpaug.model.structure import Block, any_key, remembered
 from numpyro_gpaug.model.whitened import whitened
 
-_COVARIANCES = ("natural", "dense")
 _DENSE = f"{JOINT}_auto_loc", f"{JOINT}_auto_tril"
 _PREFIX = f"{JOINT}_auto_"
 _BASIS = f"{_PREFIX}basis"
@@ -49,7 +47,7 @@ MOST_TURNED = 256
 START = 0.1
 
 
-class AutoLatentGaussian(ProcessGuide):
+class AutoLatentGaussian(ConjugateGuide):
     """One Gaussian on all Gaussian latents of a model jointly (random effects, weights,
     random walks, processes at inducing inputs), for any likelihood, and a NumPyro
     autoguide on all other latents, the hyperparameters.
@@ -126,24 +124,7 @@ class AutoLatentGaussian(ProcessGuide):
 
     _purpose = FIT
 
-    def __init__(
-        self,
-        model: Callable[..., Any],
-        covariance: str = "natural",
-        other: Callable[..., Any] = AutoDelta,
-    ) -> None:
-        if covariance not in _COVARIANCES:
-            raise ValueError(
-                f"covariance must be one of {_COVARIANCES}, got {covariance!r}"
-            )
-        super().__init__(model, other)
-        self.covariance = covariance
-        self.function_posterior = InducingPosterior()
-
-    @property
-    def conjugate(self) -> bool:
-        """Whether closed-form updates can change its params."""
-        return self.covariance == "natural"
+    covariances: ClassVar[Any] = dict.fromkeys(("natural", "dense"), InducingPosterior)
 
     def read(self, model: Callable[..., Any], *args: Any, **kwargs: Any) -> Structure:
         purpose = self._purpose if self.conjugate else WHITE
@@ -157,9 +138,6 @@ class AutoLatentGaussian(ProcessGuide):
                     "the joint Gaussian of this guide: rename the latent"
                 )
         return found
-
-    def _structure_at(self, structure: Any, arguments: Arguments) -> Structure:
-        return joint_structure_at(self.model, structure, arguments)
 
     def view(
         self,
@@ -259,17 +237,13 @@ class AutoLatentGaussian(ProcessGuide):
         return {JOINT: jax.tree.map(jnp.add, prior, added)}
 
     def natural_params(self, natural: dict[str, Any]) -> dict[str, Array]:
-        """Return natural parameters as params by name."""
-        leaves = jax.tree.leaves(natural[JOINT])
-        params = {k: x[0] for k, x in zip(self.own_params(), leaves, strict=True)}
+        params = super().natural_params(natural)
         if self.structure.basis is not None:
             params[_BASIS] = self.structure.matrix
         return params
 
-    def own_params(self) -> tuple[str, ...]:
-        if not self.conjugate:
-            return _DENSE
-        return _names(self.structure.form)
+    def param_names(self, block: Block) -> tuple[str, ...]:
+        return _names(self.structure.form) if self.conjugate else _DENSE
 
     def split_params(
         self, params: dict[str, Any]

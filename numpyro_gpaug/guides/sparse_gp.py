@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from numpyro.infer.autoguide import AutoDelta
 
 from numpyro_gpaug.distributions.gaussian import BlockGaussian
 from numpyro_gpaug.gaussians.dense import Moments, NaturalGaussian
-from numpyro_gpaug.guides.base import ProcessGuide
+from numpyro_gpaug.guides.base import ConjugateGuide
 from numpyro_gpaug.guides.function_posterior import InducingPosterior
 from numpyro_gpaug.guides.preconditioned import (
     Preconditioned,
@@ -31,7 +31,7 @@ from numpyro_gpaug.math.compiling import ahead
 from numpyro_gpaug.math.linalg import precise
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.inspect_joint import warn_of_points
-from numpyro_gpaug.model.jaxpr import dependence_tree
+from numpyro_gpaug.model.jaxpr import dependence_on_arrays
 from numpyro_gpaug.model.latents import Structure
 from numpyro_gpaug.model.marginals import moments_of, with_latent_axis
 from numpyro_gpaug.model.structure import (
@@ -42,10 +42,8 @@ from numpyro_gpaug.model.structure import (
     run_model,
 )
 
-_COVARIANCES = ("natural", "dense", "diagonal", "preconditioned")
 
-
-class AutoSparseGP(ProcessGuide):
+class AutoSparseGP(ConjugateGuide):
     r"""An independent Gaussian on the inducing values of every Gaussian process in a
     model (and on every plain Gaussian weight vector on which likelihoods depend
     affinely), and a NumPyro autoguide on all other latents.
@@ -89,31 +87,19 @@ class AutoSparseGP(ProcessGuide):
     {'f.v': (3,)}
     """
 
-    def __init__(
-        self,
-        model: Callable[..., Any],
-        covariance: str = "natural",
-        other: Callable[..., Any] = AutoDelta,
-    ) -> None:
-        if covariance not in _COVARIANCES:
-            raise ValueError(
-                f"covariance must be one of {_COVARIANCES}, got {covariance!r}"
-            )
-        super().__init__(model, other)
-        self.covariance = covariance
-        self.function_posterior: InducingPosterior = InducingPosterior()
-        if covariance == "preconditioned":
-            self.function_posterior = PreconditionedPosterior()
-        self._starts: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-        # Programs that compute them, by shapes of arguments.
-        self._scales: dict[Any, Callable[..., Any]] = {}
+    covariances: ClassVar[Any] = {
+        "natural": InducingPosterior, "dense": InducingPosterior,
+        "diagonal": InducingPosterior, "preconditioned": PreconditionedPosterior,
+    }  # fmt: skip
+    _starts: dict[str, tuple[np.ndarray, np.ndarray]]
 
     def _inspect(self, *args: Any, **kwargs: Any) -> Structure:
         structure = super()._inspect(*args, **kwargs)
         arguments = Arguments.split(args, kwargs)
         if self._other_class is AutoDelta:
             warn_of_points(self.model, structure, args, kwargs)
-        self._scales.clear()
+        # Programs that compute the starts, by shapes of arguments.
+        self._scales: dict[Any, Callable[..., Any]] = {}
         self._start_at(structure, arguments)
         return structure
 
@@ -131,8 +117,7 @@ class AutoSparseGP(ProcessGuide):
             return
         scales = partial(_prior_scales, self.model, structure, arguments.static)
         arrays = arguments.arrays
-        inputs = {str(i): x for i, x in enumerate(arrays)}
-        found = dependence_tree(lambda x: scales(tuple(x[k] for k in inputs)), inputs)
+        found = dependence_on_arrays(scales, arrays)
         self._starts_move = any(leaf.state for leaf in jax.tree.leaves(found))
         program = remembered(
             self._scales, arguments.shapes, lambda: ahead(scales, arrays)
@@ -162,11 +147,6 @@ class AutoSparseGP(ProcessGuide):
             return NaturalGaussian(loc, whole)  # type: ignore[arg-type]
         return NaturalGaussian(loc * precision, precision[..., None] * eye)
 
-    @property
-    def conjugate(self) -> bool:
-        """Whether closed-form updates can change its params."""
-        return self.covariance == "natural"
-
     def initial_natural(self, given: dict[str, Any]) -> dict[str, NaturalGaussian]:
         """Return initial natural parameters of every block, latent axis first: its
         prior, computed in NumPy, because JAX would compile a program for it.
@@ -191,18 +171,6 @@ class AutoSparseGP(ProcessGuide):
         """Return the start of a fit: the prior, since the scales of processes are
         known."""
         return natural
-
-    def natural_params(self, natural: dict[str, NaturalGaussian]) -> dict[str, Array]:
-        """Return natural parameters as params by name.
-
-        :param natural: natural parameters by block, latent axis first.
-        """
-        params: dict[str, Array] = {}
-        for block in self.structure.blocks:
-            shapes = block.shape, block.shape + block.shape[-1:]
-            named = zip(natural_names(block), natural[block.name], shapes, strict=True)
-            params |= {name: x.reshape(shape) for name, x, shape in named}
-        return params
 
     @precise
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
@@ -275,11 +243,7 @@ class AutoSparseGP(ProcessGuide):
             return with_latent_axis(natural.moments())
         return with_latent_axis(moments_of(self.gaussian(block, params)))
 
-    def own_params(self) -> tuple[str, ...]:
-        return tuple(n for b in self.structure.blocks for n in self.param_names(b))
-
     def param_names(self, block: Block) -> tuple[str, str]:
-        """Return the names of the two params of a block."""
         if self.covariance == "natural":
             return natural_names(block)
         if self._is_preconditioned(block):

@@ -55,7 +55,7 @@ class Dependencies:
         self.vectors = {b.site: b.name for b in processes}
         self.correlated = survey.loaded
         self.registered: dict[str, tuple[str, ...]] = {}
-        self.classes: dict[str, type] = {}
+        self.classes = survey.classes
         self.shared: dict[str, bool] = {}
         self.joint: dict[str, bool] = {}
 
@@ -80,7 +80,7 @@ class Dependencies:
         """Note what the likelihood of an observed site is."""
         base = base_distribution(fn)
         latents = _latents(type(base))
-        self.classes[name], self.registered[name] = type(base), latents
+        self.registered[name] = latents
         self.shared[name] = base.batch_shape == () and fn.batch_shape != ()
         ranks = [jnp.ndim(getattr(base, k)) for k in latents]
         self.joint[name] = max(ranks, default=0) > len(base.batch_shape)

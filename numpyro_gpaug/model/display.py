@@ -52,7 +52,7 @@ def observed_rows(
     :param errors: errors of quadrature, in nats per datum, by site, where they are
         known.
     """
-    shapes = dict(getattr(structure, "shapes", ()))
+    shapes = dict(structure.shapes)
 
     def route(site: Observed) -> str:
         lost = (errors or {}).get(site.name)

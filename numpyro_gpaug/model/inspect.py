@@ -13,21 +13,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import jax
-from jax import Array
-
 from numpyro_gpaug.errors import NotConjugateError
-from numpyro_gpaug.likelihoods.expectations import Route, base_distribution
+from numpyro_gpaug.likelihoods.expectations import Route
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.dependencies import Dependencies
 from numpyro_gpaug.model.domains import LINK
-from numpyro_gpaug.model.latents import Structure
-from numpyro_gpaug.model.plates import trace_plates
+from numpyro_gpaug.model.latents import Grouping, Structure
 from numpyro_gpaug.model.structure import (
-    Trace,
-    conditional_of,
     flat_functions,
-    run_model,
 )
 from numpyro_gpaug.model.survey import Survey
 
@@ -101,29 +94,59 @@ def structure_at(
     :param arguments: its arguments.
     :raises ValueError: if it is the structure of another model.
     """
-    functions: dict[str, jax.ShapeDtypeStruct] = {}
+    data = tuple(site.name for site in structure.observed)
+    if not structure.joint:
+        survey = Survey(flat_functions(model), arguments, data, structure.zeros)
+        _check_classes(structure, survey)
+        functions = {k: survey.functions[k] for k in structure.process_names}
+        return replace(structure, plates=survey.plates, functions=functions)
+    survey = Survey(model, arguments, data)
+    local = {s.name: s.local for s in structure.sites}
+    shape = {s.name: s.shape for s in survey.candidates}
+    shape |= {k: survey.fields[k].shape for k in structure.fields if k in survey.fields}
+    sites = tuple(
+        s._replace(local=local[s.name], shape=shape[s.name])
+        for s in survey.candidates
+        if s.name in local
+    )
+    here = structure.with_sites(sites)
+    for grouping in here.groupings:
+        _check_members(here, grouping)
+    shapes = tuple(survey.shapes.items())
+    return replace(
+        here, plates=survey.plates, functions=survey.functions, shapes=shapes
+    )
 
-    def abstract(arrays: tuple[Array, ...]) -> Trace:
-        given = arguments._replace(arrays=arrays)
-        flat, key = flat_functions(model), jax.random.key(0)
-        trace = run_model(flat, given, key, structure.zeros)
-        for site in structure.observed:
-            message = trace.get(site.name)
-            found = base_distribution(message["fn"]) if message else None
-            if found is None or not all(hasattr(found, k) for k in site.latents):
-                raise ValueError(
-                    f"the guide was set up for a model in which site {site.name!r} "
-                    f"has parameters {list(site.latents)}, and here it is "
-                    f"{'missing' if found is None else type(found).__name__}. A "
-                    "guide belongs to one model: make a new one"
-                )
-        for block in structure.processes:
-            f = conditional_of(trace, block)
-            functions[block.name] = jax.ShapeDtypeStruct(f.shape, f.dtype)
-        return trace
 
-    plates = trace_plates(abstract, arguments)
-    return replace(structure, plates=plates, functions=functions)
+def _check_classes(structure: Structure, survey: Survey) -> None:
+    """Raise if likelihoods do not have the parameters that depend on latents."""
+    for site in structure.observed:
+        cls: Any = survey.classes.get(site.name)
+        if cls is None or not all(
+            hasattr(cls, k) or k in cls.arg_constraints for k in site.latents
+        ):
+            raise ValueError(
+                f"the guide was set up for a model in which site {site.name!r} "
+                f"has parameters {list(site.latents)}, and here it is "
+                f"{'missing' if cls is None else cls.__name__}. A guide belongs to "
+                "one model: make a new one"
+            )
+
+
+def _check_members(structure: Structure, grouping: Grouping) -> None:
+    """Raise if sites that had members in common no longer have equally many.
+
+    :param structure: the structure of the model at new arguments.
+    :param grouping: a grouping of its sites.
+    """
+    alone = [Grouping((site,)) for site in grouping.sites]
+    found = {g.sites[0][0]: structure.members(g) for g in alone}
+    if len(set(found.values())) > 1:
+        raise ValueError(
+            f"sites {[*found]} had equal lengths when the guide was set up (the "
+            "steps of a walk and their noise, effects of one plate), and have "
+            f"lengths {found} here. Make the walk and the plate equally long"
+        )
 
 
 def require_conjugate(structure: Structure, updates: str) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -23,7 +22,6 @@ from numpyro_gpaug.model.joint import JointView
 from numpyro_gpaug.model.joint_reading import Reading
 from numpyro_gpaug.model.latents import (
     GaussianSite,
-    Grouping,
     Structure,
 )
 from numpyro_gpaug.model.loops import refuse_reversed
@@ -212,50 +210,6 @@ def _chosen(
         else min(sizes, key=lambda k: sizes[k])
     )
     return chosen, blamed[chosen]
-
-
-def joint_structure_at(
-    model: Callable[..., Any], structure: Structure, arguments: Arguments
-) -> Structure:
-    """Return ``structure`` with the plates and shapes of the model at these arguments.
-
-    :param model: the model.
-    :param structure: its structure, from other arguments.
-    :param arguments: its arguments.
-    """
-    data = tuple(site.name for site in structure.observed)
-    survey = Survey(model, arguments, data)
-    local = {s.name: s.local for s in structure.sites}
-    shape = {s.name: s.shape for s in survey.candidates}
-    shape |= {k: survey.fields[k].shape for k in structure.fields if k in survey.fields}
-    sites = tuple(
-        s._replace(local=local[s.name], shape=shape[s.name])
-        for s in survey.candidates
-        if s.name in local
-    )
-    here = structure.with_sites(sites)
-    for grouping in here.groupings:
-        _check_members(here, grouping)
-    shapes = tuple(survey.shapes.items())
-    return replace(
-        here, plates=survey.plates, functions=survey.functions, shapes=shapes
-    )
-
-
-def _check_members(structure: Structure, grouping: Grouping) -> None:
-    """Raise if sites that had members in common no longer have equally many.
-
-    :param structure: the structure of the model at new arguments.
-    :param grouping: a grouping of its sites.
-    """
-    alone = [Grouping((site,)) for site in grouping.sites]
-    found = {g.sites[0][0]: structure.members(g) for g in alone}
-    if len(set(found.values())) > 1:
-        raise ValueError(
-            f"sites {[*found]} had equal lengths when the guide was set up (the "
-            "steps of a walk and their noise, effects of one plate), and have "
-            f"lengths {found} here. Make the walk and the plate equally long"
-        )
 
 
 def warn_of_points(

@@ -49,7 +49,7 @@ from numpyro_gpaug.model.frontier import (
     separation,
     single_inputs,
 )
-from numpyro_gpaug.model.jaxpr import dependence_tree
+from numpyro_gpaug.model.jaxpr import dependence_on_arrays
 from numpyro_gpaug.model.joint import REGISTERED, JointView
 from numpyro_gpaug.model.known_rows import conditioned, local_names, refuse_others
 from numpyro_gpaug.model.latents import JOINT
@@ -89,21 +89,21 @@ class JointPredictiveView(JointView):
         found = self._at_zero(self._program.outputs.factors)
         if not found:
             return self._marks_of_fields()
-        arrays = {str(i): x for i, x in enumerate(self.arguments.arrays)}
+        arrays = self.arguments.arrays
 
-        def factors(inputs: dict[str, Array]) -> Any:
-            given = tuple(inputs[str(i)] for i in range(len(inputs)))
-            arguments = self.arguments._replace(arrays=given)
+        def factors(arrays: tuple[Array, ...]) -> Any:
+            arguments = self.arguments._replace(arrays=arrays)
             here = self.structure, self._model, arguments, self.values, self._key
             view = JointPredictiveView(*here)
             return view._at_zero(view._program.outputs.factors)
 
-        shapes = {k: jax.ShapeDtypeStruct(x.shape, x.dtype) for k, x in arrays.items()}
-        sources = dependence_tree(factors, shapes)
+        shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays)
+        sources = dependence_on_arrays(factors, shapes)
 
         def mark(name: str) -> Array:
             used = {k for leaf in jax.tree.leaves(sources[name]) for k in leaf.state}
-            leaves = [*jax.tree.leaves(found[name]), *(arrays[k] for k in sorted(used))]
+            own = (arrays[int(k)] for k in sorted(used))
+            leaves = [*jax.tree.leaves(found[name]), *own]
             return _checksum(
                 jnp.concatenate([jnp.ravel(x).astype(float) for x in leaves])
             )

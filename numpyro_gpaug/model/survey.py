@@ -35,20 +35,21 @@ SCALED = "its density is scaled, by handlers.scale or a plate that is subsampled
 class Survey:
     """The sites of a model, from a trace without arithmetic.
 
-    It lists names of ``latent`` and ``observed`` sites, ``candidates`` for a joint
-    Gaussian and those candidates that are ``scanned``, how many axes of observed sites
-    are ``correlated``, latents that are ``held`` (fixed at a point estimate) and why,
-    ``plates``, ``constraints`` of params, ``shapes`` of values and of ``functions``,
-    ``fields`` (the coordinates of candidates with a sparse precision), ``blocks`` (the
-    processes and the vector normals) with the shapes of their ``inputs``, processes
-    that are ``chains``, inducing values of processes that are ``uncalled``, latents
-    that are ``discrete``,
-    ``loaded`` processes, whose outputs share latents, the plates that sites are
-    ``inside`` of, and the ``dtype`` of the Gaussian.
+    It lists names of ``latent`` and ``observed`` sites, the ``classes`` of the latter
+    and how many of their axes are ``correlated``, ``candidates`` for a joint Gaussian
+    and those candidates that are ``scanned``, latents that are ``held`` (fixed at a
+    point estimate) and why, ``plates``, ``constraints`` of params, ``shapes`` of values
+    and of ``functions``, ``fields`` (the coordinates of candidates with a sparse
+    precision), ``blocks`` (the processes and the vector normals) with the shapes of
+    their ``inputs``, processes that are ``chains``, inducing values of processes that
+    are ``uncalled``, latents that are ``discrete``, ``loaded`` processes, whose outputs
+    share latents, the plates that sites are ``inside`` of, and the ``dtype`` of the
+    Gaussian.
 
     :param model: a NumPyro model.
     :param arguments: its arguments.
     :param data: names of observed sites, where they are not observed.
+    :param values: values of latents; others are drawn.
     """
 
     def __init__(
@@ -56,8 +57,10 @@ class Survey:
         model: Callable[..., Any],
         arguments: Arguments,
         data: tuple[str, ...] = (),
+        values: dict[str, Array] | None = None,
     ) -> None:
         self._data = data
+        self.classes: dict[str, type] = {}
         self.candidates: list[GaussianSite] = []
         self.latent: list[str] = []
         self.observed: list[str] = []
@@ -79,10 +82,11 @@ class Survey:
 
         def abstract(arrays: tuple[Array, ...]) -> Trace:
             given = arguments._replace(arrays=arrays)
-            trace = run_model(with_whole_sizes(model), given, jax.random.key(0), {})
+            whole, key = with_whole_sizes(model), jax.random.key(0)
+            trace = run_model(whole, given, key, values or {})
             self._visit(trace, arrays)
-            values = [trace[site.name]["value"] for site in self.candidates]
-            dtypes.extend(map(jnp.result_type, values))
+            found = [trace[site.name]["value"] for site in self.candidates]
+            dtypes.extend(map(jnp.result_type, found))
             return trace
 
         self.plates = trace_plates(abstract, arguments)
@@ -147,6 +151,7 @@ class Survey:
                 self.inside[name] = {f.name for f in site["cond_indep_stack"]}
                 if self._is_data(site):
                     self.observed.append(name)
+                    self.classes[name] = type(base_distribution(site["fn"]))
                     self.correlated[name] = correlated_axes(site["fn"])
                 else:
                     self.latent.append(name)

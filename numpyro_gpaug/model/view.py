@@ -255,23 +255,34 @@ class ModelView:
         means, spreads = self.predictors.moments(at)
         for site in self.structure.observed:
             if site not in closed:
-                term = self._at_nodes(site, means, spreads)
+                values, weights = self.at_nodes(site, means, spreads, self._key)
+                term = jnp.tensordot(weights, values, 1)
                 total += scaled_sum(term, self.message(site.name)["scale"])
         return total
 
-    def _at_nodes(
-        self, site: Observed, means: dict[str, Array], spreads: dict[str, Array]
-    ) -> Array:
-        """Return the expectation by running the model again at nodes of the function
-        values."""
-        draws, weights = nodes_of(site, means, self._key)
+    def at_nodes(
+        self,
+        site: Observed,
+        means: dict[str, Array],
+        spreads: dict[str, Array],
+        key: Array,
+    ) -> tuple[Array, Array]:
+        """Return the log-densities of a site, and weights, by running the model again
+        at nodes of the function values.
+
+        :param site: the site.
+        :param means: means of function values, by process.
+        :param spreads: their variances.
+        :param key: seed of nodes that are draws.
+        """
+        draws, weights = nodes_of(site, means, key)
 
         def density(z: dict[str, Array]) -> Array:
             moved = {k: means[k] + safe_sqrt(spreads[k]) * z[k] for k in z}
             message = self.trace({**means, **moved})[site.name]
             return message["fn"].log_prob(message["value"])
 
-        return jnp.tensordot(weights, jax.vmap(density)(draws), 1)
+        return jax.vmap(density)(draws), weights
 
 
 def predictor_values(structure: Structure, trace: Trace) -> dict[str, Array]:

@@ -26,7 +26,6 @@ from numpyro_gpaug.likelihoods.expectations import (
 )
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.inspect import structure_at
-from numpyro_gpaug.model.inspect_joint import joint_structure_at
 from numpyro_gpaug.model.joint_predictive import JointPredictiveView
 from numpyro_gpaug.model.latents import JOINT, Structure
 from numpyro_gpaug.model.observations import check_shape
@@ -188,7 +187,7 @@ class JointAnswers(Answers):
             for k in structure.process_names
         }
         known = handlers.substitute(model, data=times)
-        return joint_structure_at(known, structure, arguments)
+        return super().structure_at(known, arguments)
 
     def other_sites(self) -> str:
         return "predict_f(..., site=...) predicts deterministic sites"

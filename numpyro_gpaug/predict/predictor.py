@@ -30,7 +30,7 @@ from numpyro_gpaug.math.threads import threads_for
 from numpyro_gpaug.model.affine import ROUNDING, check_groups
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.closures import Version, watched
-from numpyro_gpaug.model.jaxpr import dependence_tree
+from numpyro_gpaug.model.jaxpr import dependence_on_arrays
 from numpyro_gpaug.model.latents import JOINT, Structure
 from numpyro_gpaug.model.padding import Padding, family_of
 from numpyro_gpaug.model.sources import Sources, names_of_arrays, sources
@@ -297,13 +297,11 @@ class Predictor:
             return None
         static = arguments.static
 
-        def slopes(arrays: dict[str, Array]) -> Array:
-            given = tuple(arrays[str(i)] for i in range(len(arrays)))
-            return self._view(given, static, fitted.first).slopes()
+        def slopes(arrays: tuple[Array, ...]) -> Array:
+            return self._view(arrays, static, fitted.first).slopes()
 
         def found() -> tuple[str, ...]:
-            arrays = {str(i): x for i, x in enumerate(arguments.arrays)}
-            used = dependence_tree(slopes, arrays).state
+            used = dependence_on_arrays(slopes, arguments.arrays).state
             names = names_of_arrays(self.model, *arguments.merge())
             return tuple(names[int(i)] for i in used)
 

@@ -14,7 +14,7 @@ from numpyro.infer.elbo import ELBO
 
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.gaussians.dense import Moments
-from numpyro_gpaug.guides import AutoLatentGaussian, AutoSparseGP
+from numpyro_gpaug.guides import ConjugateGuide
 from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.guides.function_posterior import Fit, InducingPosterior
 from numpyro_gpaug.math.linalg import precise
@@ -97,7 +97,7 @@ class TraceAnalytic_ELBO(ELBO):
     ) -> dict[str, Any]:
         """Return the loss (negative bound); mutable state is not supported."""
         arguments = Arguments.split(args, kwargs)
-        ours = guide if isinstance(guide, AutoSparseGP | AutoLatentGaussian) else None
+        ours = guide if isinstance(guide, ConjugateGuide) else None
         seen: Callable[..., Any] = ModelView
         if ours is not None:
             ours.setup(*args, **kwargs)
