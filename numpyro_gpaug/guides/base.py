@@ -55,6 +55,9 @@ class ProcessGuide(Displayed):
     """
 
     function_posterior: FunctionPosterior
+    #: The class of its views of the model, which have its Gaussian latents, their
+    #: affine maps to predictors, and the likelihoods.
+    view: ClassVar[Any] = ModelView
 
     def __init__(self, model: Callable[..., Any], other: Callable[..., Any]) -> None:
         refuse_forked()
@@ -129,18 +132,6 @@ class ProcessGuide(Displayed):
                 "or guide.setup(*args, **kwargs), first"
             )
         return self._structure
-
-    def view(
-        self,
-        structure: Structure,
-        model: Callable[..., Any],
-        arguments: Arguments,
-        values: dict[str, Any],
-        key: Array,
-    ) -> Any:
-        """Return the model as this guide represents it: its Gaussian latents, their
-        affine maps to predictors, and the likelihoods."""
-        return ModelView(structure, model, arguments, values, key)
 
     @property
     def random_others(self) -> bool:

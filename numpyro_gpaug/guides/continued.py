@@ -22,6 +22,35 @@ from numpyro_gpaug.model.structure import Block
 from numpyro_gpaug.model.view import ModelView
 
 
+class _ContinuedView(ModelView):
+    """A model whose Gaussian blocks have information from earlier data."""
+
+    def maps(
+        self, factors: dict[str, Any] | None = None
+    ) -> dict[str, AffineMap | AffineBlocks]:
+        found: dict[str, AffineMap] = {}
+        for block in self.structure.processes:
+            # Batches of a stream are small: not in blocks of rows.
+            found[block.name] = self.conditional(block).affine_map
+        found |= self.weight_maps()
+        chosen, earlier = self.selected(), self._earlier
+        return {
+            name: map_.about(selected(earlier[name], chosen.get(name)))
+            for name, map_ in found.items()
+        }
+
+    def priors(self) -> dict[str, Prior]:
+        return {
+            name: Prior(jnp.zeros_like(q.mean), jnp.ones_like(q.mean))
+            for name, q in self._earlier.items()
+        }
+
+    @property
+    def _earlier(self) -> dict[str, Moments]:
+        blocks = self.structure.blocks
+        return {b.name: Moments(*earlier_of(b, self.values)) for b in blocks}
+
+
 class ContinuedGP(AutoSparseGP):
     """An :class:`~numpyro_gpaug.AutoSparseGP` for data that follow earlier data.
 
@@ -32,6 +61,8 @@ class ContinuedGP(AutoSparseGP):
 
     :param model: a NumPyro model; params and other latents stay fixed.
     """
+
+    view = _ContinuedView
 
     def __init__(self, model: Callable[..., Any]) -> None:
         super().__init__(model)
@@ -83,16 +114,6 @@ class ContinuedGP(AutoSparseGP):
                 numpyro.param(name, start)
         return super().draw_others(*args, **kwargs)
 
-    def view(
-        self,
-        structure: Structure,
-        model: Callable[..., Any],
-        arguments: Arguments,
-        values: dict[str, Any],
-        key: Array,
-    ) -> ModelView:
-        return _ContinuedView(structure, model, arguments, values, key)
-
     def split_params(
         self, params: dict[str, Any]
     ) -> tuple[dict[str, Any], dict[str, dict[str, Array]]]:
@@ -113,35 +134,6 @@ class ContinuedGP(AutoSparseGP):
                 mean = earlier.mean + earlier.unwhiten(z.mean)
                 found[block.name] = Moments(mean, z.whitener @ earlier.whitener)
         return found
-
-
-class _ContinuedView(ModelView):
-    """A model whose Gaussian blocks have information from earlier data."""
-
-    def maps(
-        self, factors: dict[str, Any] | None = None
-    ) -> dict[str, AffineMap | AffineBlocks]:
-        found: dict[str, AffineMap] = {}
-        for block in self.structure.processes:
-            # Batches of a stream are small: not in blocks of rows.
-            found[block.name] = self.conditional(block).affine_map
-        found |= self.weight_maps()
-        chosen, earlier = self.selected(), self._earlier
-        return {
-            name: map_.about(selected(earlier[name], chosen.get(name)))
-            for name, map_ in found.items()
-        }
-
-    def priors(self) -> dict[str, Prior]:
-        return {
-            name: Prior(jnp.zeros_like(q.mean), jnp.ones_like(q.mean))
-            for name, q in self._earlier.items()
-        }
-
-    @property
-    def _earlier(self) -> dict[str, Moments]:
-        blocks = self.structure.blocks
-        return {b.name: Moments(*earlier_of(b, self.values)) for b in blocks}
 
 
 def earlier_names(block: Block) -> tuple[str, str]:

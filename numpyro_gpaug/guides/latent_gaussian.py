@@ -123,6 +123,7 @@ class AutoLatentGaussian(ConjugateGuide):
     """
 
     _purpose = FIT
+    view = JointView
 
     covariances: ClassVar[Any] = dict.fromkeys(("natural", "dense"), InducingPosterior)
 
@@ -138,16 +139,6 @@ class AutoLatentGaussian(ConjugateGuide):
                     "the joint Gaussian of this guide: rename the latent"
                 )
         return found
-
-    def view(
-        self,
-        structure: Any,
-        model: Callable[..., Any],
-        arguments: Arguments,
-        values: dict[str, Any],
-        key: Array,
-    ) -> JointView:
-        return JointView(structure, model, arguments, values, key)
 
     def prepare(self, arguments: Arguments) -> bool:
         """Set the guide up for a fit to these arguments, again if the model has other

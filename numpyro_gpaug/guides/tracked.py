@@ -31,6 +31,39 @@ from numpyro_gpaug.model.structure import Block
 from numpyro_gpaug.model.view import ModelView
 
 
+class _TrackedView(ModelView):
+    """A model with earlier information about function values at inducing inputs, and
+    about weights."""
+
+    def conditional(self, block: Block) -> Conditional:
+        return self._resting[block.name]
+
+    @cached_property
+    def _resting(self) -> dict[str, Conditional]:
+        """Processes whose inducing inputs have no derivatives."""
+        found = {}
+        for block in self.structure.processes:
+            f = super().conditional(block)
+            gp = copy.copy(f.gp)
+            gp.inducing = lax.stop_gradient(gp.inducing)
+            found[block.name] = Conditional(gp, f.X, f.latents)
+            # Of params perhaps, which only a run of the model fills in.
+            found[block.name].mean = f.mean
+        return found
+
+    def priors(self) -> dict[str, Any]:
+        found: dict[str, GaussianPrior] = {}
+        own = super().priors()
+        for block in self.structure.blocks:
+            data = PseudoData(*earlier_of(block, self.values))
+            if block.is_process:
+                gp = self.conditional(block).gp
+                offset = means_at_inducing(gp, block, self.values)
+                data = data.through(offset, gp.factor)
+            found[block.name] = SeenPrior(own[block.name], data)
+        return found
+
+
 class TrackedGP(ContinuedGP):
     """A :class:`~numpyro_gpaug.guides.continued.ContinuedGP` whose hyperparameters may
     change.
@@ -43,6 +76,8 @@ class TrackedGP(ContinuedGP):
     :param model: a NumPyro model. Its inducing inputs stay fixed, because the
         information is about function values there.
     """
+
+    view = _TrackedView
 
     def __init__(self, model: Callable[..., Any]) -> None:
         super().__init__(model)
@@ -81,53 +116,10 @@ class TrackedGP(ContinuedGP):
             params |= earlier_params(block, data)
         return params | self.natural_params(natural), evidence
 
-    def view(
-        self,
-        structure: Any,
-        model: Callable[..., Any],
-        arguments: Arguments,
-        values: dict[str, Any],
-        key: Array,
-    ) -> ModelView:
-        return _TrackedView(structure, model, arguments, values, key)
-
     def moments(
         self, own: Mapping[str, dict[str, Array] | Moments]
     ) -> dict[str, Moments]:
         return AutoSparseGP.moments(self, own)
-
-
-class _TrackedView(ModelView):
-    """A model with earlier information about function values at inducing inputs, and
-    about weights."""
-
-    def conditional(self, block: Block) -> Conditional:
-        return self._resting[block.name]
-
-    @cached_property
-    def _resting(self) -> dict[str, Conditional]:
-        """Processes whose inducing inputs have no derivatives."""
-        found = {}
-        for block in self.structure.processes:
-            f = super().conditional(block)
-            gp = copy.copy(f.gp)
-            gp.inducing = lax.stop_gradient(gp.inducing)
-            found[block.name] = Conditional(gp, f.X, f.latents)
-            # Of params perhaps, which only a run of the model fills in.
-            found[block.name].mean = f.mean
-        return found
-
-    def priors(self) -> dict[str, Any]:
-        found: dict[str, GaussianPrior] = {}
-        own = super().priors()
-        for block in self.structure.blocks:
-            data = PseudoData(*earlier_of(block, self.values))
-            if block.is_process:
-                gp = self.conditional(block).gp
-                offset = means_at_inducing(gp, block, self.values)
-                data = data.through(offset, gp.factor)
-            found[block.name] = SeenPrior(own[block.name], data)
-        return found
 
 
 def means_at_inducing(
