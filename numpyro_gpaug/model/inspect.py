@@ -95,12 +95,12 @@ def structure_at(
     :raises ValueError: if it is the structure of another model.
     """
     data = tuple(site.name for site in structure.observed)
+    values = {} if structure.joint else structure.zeros
+    survey = Survey(flat_functions(model), arguments, data, values)
     if not structure.joint:
-        survey = Survey(flat_functions(model), arguments, data, structure.zeros)
         _check_classes(structure, survey)
         functions = {k: survey.functions[k] for k in structure.process_names}
         return replace(structure, plates=survey.plates, functions=functions)
-    survey = Survey(model, arguments, data)
     local = {s.name: s.local for s in structure.sites}
     shape = {s.name: s.shape for s in survey.candidates}
     shape |= {k: survey.fields[k].shape for k in structure.fields if k in survey.fields}

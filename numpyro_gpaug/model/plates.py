@@ -11,6 +11,7 @@ import numpy as np
 from jax.extend.core import Literal
 from numpyro import handlers
 
+from numpyro_gpaug.gp.conditional import Conditional
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.calls import check_count
 from numpyro_gpaug.model.explained import explained
@@ -60,19 +61,21 @@ def trace_plates(run: Callable[[Any], Trace], arguments: Arguments) -> dict[str,
     """
     plates: dict[str, Plate] = {}
 
-    def indices(arrays: Any) -> dict[str, Any]:
+    def indices(arrays: Any) -> Any:
         trace = run(arrays)
         found = {k: m for k, m in trace.items() if m["type"] == "plate"}
         values = {k: m["value"] for k, m in found.items()}
         plates.update(
             {k: Plate(m["args"][0], values[k].shape[0]) for k, m in found.items()}
         )
-        return values
+        processes = [m["fn"] for m in trace.values() if "fn" in m]
+        called = [f for f in processes if isinstance(f, Conditional)]
+        return values, [(f.X, f.inducing) for f in called]
 
     with explained(arguments):
         jaxpr = jax.make_jaxpr(indices)(arguments.arrays).jaxpr
-    # A dict is flattened by its sorted names.
-    members = zip(jaxpr.outvars, sorted(plates), strict=True)
+    # A dict is flattened by its sorted names. The inputs of processes follow.
+    members = zip(jaxpr.outvars, sorted(plates), strict=False)
     spans = {
         v: _Span(name, 0, plates[name].size - 1)
         for v, name in members
@@ -81,7 +84,8 @@ def trace_plates(run: Callable[[Any], Trace], arguments: Arguments) -> dict[str,
     data = [*jaxpr.invars, *jaxpr.constvars]
     shapes = [v.aval.shape for v in data]
     reading = _Reading({k: p.size for k, p in plates.items()}, shapes)
-    reading.read(jaxpr, {**{v: _Data(i) for i, v in enumerate(data)}, **spans})
+    known = reading.read(jaxpr, {**{v: _Data(i) for i, v in enumerate(data)}, **spans})
+    reading.elsewhere |= {x for x in known[len(plates) :] if isinstance(x, _Data)}
     reading.check_rows()
     return plates
 
