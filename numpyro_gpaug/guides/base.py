@@ -462,6 +462,25 @@ class ConjugateGuide(ProcessGuide):
     def own_params(self) -> tuple[str, ...]:
         return tuple(n for b in self.structure.blocks for n in self.param_names(b))
 
+    def initial_natural(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Return initial natural parameters of every block, latent axis first.
+
+        :param given: values to start from instead, by param name.
+        """
+        raise NotImplementedError
+
+    def start_at(
+        self, natural: dict[str, Any], given: dict[str, Any], view: Any
+    ) -> dict[str, Any]:
+        """Return natural parameters at the start of a fit; the default are those of
+        :meth:`initial_natural`.
+
+        :param natural: from :meth:`initial_natural`.
+        :param given: values to start from instead, by param name.
+        :param view: the model at initial params.
+        """
+        return natural
+
     def natural_params(self, natural: dict[str, Any]) -> dict[str, Array]:
         """Return natural parameters as params by name.
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpyro
@@ -62,7 +62,7 @@ class ContinuedGP(AutoSparseGP):
     :param model: a NumPyro model; params and other latents stay fixed.
     """
 
-    view = _ContinuedView
+    view: ClassVar[Any] = _ContinuedView
 
     def __init__(self, model: Callable[..., Any]) -> None:
         super().__init__(model)

@@ -165,13 +165,6 @@ class AutoSparseGP(ConjugateGuide):
 
         return {block.name: start(block) for block in self.structure.blocks}
 
-    def start_at(
-        self, natural: dict[str, NaturalGaussian], given: dict[str, Any], view: Any
-    ) -> dict[str, NaturalGaussian]:
-        """Return the start of a fit: the prior, since the scales of processes are
-        known."""
-        return natural
-
     @precise
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
         """Draw every latent.
