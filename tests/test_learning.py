@@ -286,7 +286,7 @@ def test_the_search_begins_at_the_best_of_the_first_order_phase(x64) -> None:
     assert begins
     assert seen[-1] == max(seen) > seen[-2]
     assert first_order.PATIENCE < len(seen) < first_order.STEPS
-    assert hyper.optim_state.memory.count == 1
+    assert hyper.optim_state.memory.number == 1
     # Where there is no bound the phase is over.
     lost = jax.jit(quasi_newton.refused)(
         hyper._replace(optim_state=search), 1.0, jnp.nan, 0.0, 1.0

@@ -21,14 +21,14 @@ from numpyro_gpaug.math import linalg
 class Memory(NamedTuple):
     """Points of a search for a maximum. The newest pair is the last row.
 
-    :param count: the number of points; of more pairs only the last ones are kept.
+    :param number: the number of points; of more pairs only the last ones are kept.
     :param point: the last point, (n,).
     :param gradient: the gradient there.
     :param steps: differences between successive points, (pairs, n).
     :param falls: by how much the gradient fell in each step, (pairs, n).
     """
 
-    count: Array
+    number: Array
     point: Array
     gradient: Array
     steps: Array
@@ -47,7 +47,7 @@ class Memory(NamedTuple):
 
     def forgotten(self, which: Array) -> Memory:
         """Return a memory without points, where ``which`` is true."""
-        return self._replace(count=lax.select(which, jnp.int32(0), self.count))
+        return self._replace(number=lax.select(which, jnp.int32(0), self.number))
 
     def added(self, point: Array, gradient: Array) -> Memory:
         """Return the memory with another point, and the gradient there."""
@@ -57,14 +57,14 @@ class Memory(NamedTuple):
 
         steps = shifted(self.steps, point - self.point)
         falls = shifted(self.falls, self.gradient - gradient)
-        return Memory(self.count + 1, point, gradient, steps, falls)
+        return Memory(self.number + 1, point, gradient, steps, falls)
 
     @linalg.precise
     def direction(self) -> Array:
         """Return the gradient times the inverse curvature. The first direction is the
         gradient itself, at most of length one."""
         pairs = len(self.steps)
-        used = jnp.arange(pairs) > pairs - self.count
+        used = jnp.arange(pairs) > pairs - self.number
         used &= (self.steps * self.falls).sum(-1) != 0
         steps, falls = (
             jnp.where(used[:, None], x, 0) for x in (self.steps, self.falls)

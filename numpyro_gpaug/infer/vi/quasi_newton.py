@@ -201,7 +201,7 @@ def accepted(
     memory = known.memory.forgotten(anew)
     last = jnp.asarray(hyper.scale * raveled(hyper.update)[0], here.dtype)
     rises = (last @ gradient) > CURVATURE * (last @ memory.gradient)
-    steepest = memory.count == 0
+    steepest = memory.number == 0
     further = ~steepest & rises
     added = memory.added(here, gradient)
     longer = last * jnp.minimum(2, FURTHEST / _size(last))
@@ -294,7 +294,7 @@ def patience(hyper: Hyper, tol: Any) -> Array:
     noisy = (search.noise > tol) | (search.unresolved > RESOLVED)
     most = jnp.where(noisy, LONG_PATIENCE, PATIENCE)
     # Of a new direction, not of less of one.
-    known = (search.memory.count > search.here.size) & (hyper.scale == 1)
+    known = (search.memory.number > search.here.size) & (hyper.scale == 1)
     known = known & ~search.steepest & ~noisy
     most = jnp.where(known & (_slope(hyper) < PROMISED * tol), 1, most)
     most = jnp.where(search.exhausted, 0, most)
