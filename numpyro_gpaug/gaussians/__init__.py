@@ -16,16 +16,18 @@ from numpyro_gpaug.gaussians.base import Layout, Structure
 from numpyro_gpaug.gaussians.chain import Chain
 from numpyro_gpaug.gaussians.dense import Dense
 from numpyro_gpaug.gaussians.groups import Groups
+from numpyro_gpaug.gaussians.iterative import Iterative
 from numpyro_gpaug.gaussians.sparse import Sparse
 
 __all__ = [
-    "Chain", "Dense", "Groups", "Layout", "STRUCTURES", "Sparse", "Structure",
+    "Chain", "Dense", "Groups", "Iterative", "Layout", "STRUCTURES", "Sparse", "Structure",
     "natural_from", "unstructured",
 ]  # fmt: skip
 
 # By the name that saved files have.
 STRUCTURES: Mapping[str, type[Structure]] = {
-    "dense": Dense, "groups": Groups, "chain": Chain, "sparse": Sparse
+    "dense": Dense, "groups": Groups, "chain": Chain, "sparse": Sparse,
+    "iterative": Iterative,
 }  # fmt: skip
 
 

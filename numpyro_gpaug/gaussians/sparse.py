@@ -121,7 +121,7 @@ class SparseMoments(NamedTuple):
 
     def covariance(self, rows: Rows) -> Array:
         """Return the covariances of predictors, (n, n)."""
-        own = self._half(_nodes(rows, self.structure))
+        own = self._half(nodes_of(rows, self.structure))
         dense = rows.dense @ self.whitener[0].T - self._crossed(rows)
         return own.T @ own + dense @ dense.T
 
@@ -261,45 +261,17 @@ class SparseNatural(NamedTuple):
     corner: Array
     structure: Sparse
 
-    def moments(self) -> SparseMoments:
-        """Return mean and factors of the covariance; NaN where the precision is not
-        positive definite.
-
-        ``S`` is a difference, but its eigenvalues are at least those of the prior's
-        precision; see :meth:`numpyro_gpaug.gaussians.groups.GroupNatural.moments`.
-        """
-        structure, entries = self.structure, self.entries[0]
-        factor = sparse_cholesky.factor(structure.pattern, entries)
-        normals = jnp.asarray(structure.constraints, entries.dtype)
-        free = factor.half_solve(normals) if normals.shape[-1] else normals
-        first = structure.first
-        half = _Half(factor, _reflections(free, first), normals, first)
-        own, corner = structure.columns(self.potential[0][:, None])
-        rows = half(jnp.concatenate([own, self.border[0]], -1))
-        white, rows = rows[:, 0], rows[:, 1:]
-        whitener = linalg.inverse_cholesky(self.corner - (rows.T @ rows)[None])
-        corner = whitener[0] @ (corner[:, 0] - rows.T @ white)
-        spread = rows @ whitener[0].T
-        white = white - spread @ corner
-        back = half.transposed(jnp.concatenate([white[:, None], spread], -1))
-        mean = jnp.concatenate([back[:, 0], corner @ whitener[0]])
-        gram = free.T @ free
-        constrained = (
-            jnp.linalg.slogdet(gram)[1] if len(gram) else jnp.zeros_like(mean[0])
-        )
-        leading = jax.tree.map(lambda x: x[None], factor)
-        return SparseMoments(
-            mean[None], leading, half.reflections[None], constrained[None],
-            self.entries, back[None, :, 1:], whitener, structure,
-        )  # fmt: skip
+    def moments(self) -> Any:
+        """Return mean and covariance, as the structure represents it."""
+        return self.structure.moments(self)
 
     def moved(self, z: Array) -> SparseNatural:
         """Return the natural parameters of latents, given those of their deviations
         from ``z``, (1, N + K); see
         :meth:`~numpyro_gpaug.gaussians.dense.NaturalGaussian.moved`."""
         own, corner = self.structure.columns(z[0][:, None])
-        pattern, border = self.structure.pattern, self.border[0]
-        rows = sparse_cholesky.matvec(pattern, self.entries[0], own) + border @ corner
+        border = self.border[0]
+        rows = self.structure.product(self.entries[0], own) + border @ corner
         rest = border.T @ own + self.corner[0] @ corner
         moved = jnp.concatenate([rows, rest])[:, 0]
         return self._replace(potential=self.potential + moved)
@@ -363,7 +335,7 @@ class NodePrior:
         structure = self.structure
         own, corner = structure.columns(q.mean[0][:, None])
         columns = jnp.concatenate([own, q.cross[0]], -1)
-        moved = sparse_cholesky.matvec(structure.pattern, self.entries, columns)
+        moved = structure.product_of_prior(self.entries, columns)
         lacking = structure.pattern.multiplicity * (self.entries - q.entries[0])
         trace = (lacking * q.neighbours).sum()
         squares = jnp.square(corner).sum() + jnp.square(q.whitener).sum()
@@ -380,7 +352,7 @@ class NodePrior:
 
     def _moved(self, z: Array) -> Array:
         own, corner = self.structure.columns(z[:, None])
-        moved = sparse_cholesky.matvec(self.structure.pattern, self.entries, own)
+        moved = self.structure.product_of_prior(self.entries, own)
         return jnp.concatenate([moved, corner])[:, 0]
 
     def terms(self, z: Array) -> Array:
@@ -467,7 +439,7 @@ class Extended:
         return found.at[:, self._places[old]].set(projection[:, old])
 
     def _projection(self, rows: Rows) -> Array:
-        nodes = _nodes(rows, self.structure)
+        nodes = nodes_of(rows, self.structure)
         return jnp.concatenate([nodes, rows.dense.T])[None]
 
     def spreads(self, rows: Rows) -> Array:
@@ -506,6 +478,8 @@ class Sparse(Structure):
 
     natural: ClassVar[Any] = SparseNatural
     all_groupings: ClassVar[bool] = True
+    #: Whether moments have the covariances of any nodes, or those of neighbours alone.
+    any_pairs: ClassVar[bool] = False
 
     @property
     def record(self) -> tuple[str, ...]:
@@ -630,6 +604,46 @@ class Sparse(Structure):
         border = jnp.zeros((1, nodes, others), dtype)
         return SparseNatural(zeros, jnp.asarray(entries), border, eye[None], self)
 
+    def moments(self, natural: SparseNatural) -> Any:
+        """Return mean and factors of the covariance; NaN where the precision is not
+        positive definite.
+
+        ``S`` is a difference, but its eigenvalues are at least those of the prior's
+        precision; see :meth:`numpyro_gpaug.gaussians.groups.GroupNatural.moments`.
+        """
+        entries = natural.entries[0]
+        factor = sparse_cholesky.factor(self.pattern, entries)
+        normals = jnp.asarray(self.constraints, entries.dtype)
+        free = factor.half_solve(normals) if normals.shape[-1] else normals
+        first = self.first
+        half = _Half(factor, _reflections(free, first), normals, first)
+        own, corner = self.columns(natural.potential[0][:, None])
+        rows = half(jnp.concatenate([own, natural.border[0]], -1))
+        white, rows = rows[:, 0], rows[:, 1:]
+        whitener = linalg.inverse_cholesky(natural.corner - (rows.T @ rows)[None])
+        corner = whitener[0] @ (corner[:, 0] - rows.T @ white)
+        spread = rows @ whitener[0].T
+        white = white - spread @ corner
+        back = half.transposed(jnp.concatenate([white[:, None], spread], -1))
+        mean = jnp.concatenate([back[:, 0], corner @ whitener[0]])
+        gram = free.T @ free
+        constrained = (
+            jnp.linalg.slogdet(gram)[1] if len(gram) else jnp.zeros_like(mean[0])
+        )
+        leading = jax.tree.map(lambda x: x[None], factor)
+        return SparseMoments(
+            mean[None], leading, half.reflections[None], constrained[None],
+            natural.entries, back[None, :, 1:], whitener, self,
+        )  # fmt: skip
+
+    def product(self, entries: Array, x: Array) -> Array:
+        """Return the product of a precision of the nodes with columns (N, n)."""
+        return sparse_cholesky.matvec(self.pattern, entries, x)
+
+    def product_of_prior(self, entries: Array, x: Array) -> Array:
+        """Return :meth:`product` with the precision of the prior."""
+        return self.product(entries, x)
+
     def prior(self, dtype: Any, links: Any = None) -> NodePrior:
         """Return the prior.
 
@@ -717,7 +731,7 @@ def _text(numbers: bytes) -> str:
     return b64encode(numbers).decode()
 
 
-def _nodes(rows: Rows, structure: Sparse) -> Array:
+def nodes_of(rows: Rows, structure: Sparse) -> Array:
     """Return the dependence of predictors on nodes as a matrix, (N, n)."""
     number = len(rows.dense)
     found = jnp.zeros((structure.nodes, number), rows.dense.dtype)

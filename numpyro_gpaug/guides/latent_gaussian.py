@@ -348,7 +348,9 @@ class AutoLatentGaussian(ConjugateGuide):
         structure = self.structure
         size = sum(math.prod(s.shape) for s in structure.sites)
         groups = structure.groupings[0] if structure.groupings else Grouping(())
-        names = ", ".join(name for name, _ in groups.sites)
+        cut = None if structure.form.all_groupings else 1
+        sites = [site for g in structure.groupings[:cut] for site in g.sites]
+        names = ", ".join(name for name, _ in sites)
         form = structure.form.describe(names, groups.size)
         return f"AutoLatentGaussian, {size} Gaussian latents, {form}"
 

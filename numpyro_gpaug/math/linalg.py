@@ -133,6 +133,15 @@ def one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:
     return of_each
 
 
+def eigh(matrix: Array) -> tuple[Array, Array]:
+    """Return eigenvalues (..., M) and eigenvectors (..., M, M) of a matrix that is
+    symmetric to rounding. They have no derivatives."""
+    found: tuple[Array, Array] = one_by_one(
+        lambda each: tuple(jnp.linalg.eigh(each, symmetrize_input=False))
+    )(matrix)
+    return found
+
+
 @jax.custom_jvp
 def inverse_cholesky(matrix: Array) -> Array:
     """Return ``L^-1`` of the lower Cholesky factor L of ``matrix``, (..., M, M); NaN

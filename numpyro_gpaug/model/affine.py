@@ -239,13 +239,16 @@ class Predictors(NamedTuple):
         index = (jnp.round(ratio).astype(int) * powers).sum(0)
         return loadings.T, jnp.clip(index, 0, members - 1)
 
-    def misfit(self, pairs: tuple[Array, Array] | None = None) -> Array:
+    def misfit(
+        self, pairs: tuple[Array, Array] | None = None, *, any_pairs: bool = False
+    ) -> Array:
         """Return the error of :attr:`rows` at random latents, relative to its terms and
         in units of rounding. A large number shows that some predictor depends on
         several groups.
 
         :param pairs: pairs of predictors of one datum, which must depend on the same
             group.
+        :param any_pairs: whether predictors may depend on nodes that are no neighbours.
         """
         structure, parts = self.structure, self.rows
         form: Any = structure.form
@@ -258,6 +261,8 @@ class Predictors(NamedTuple):
             moved = form.shifts(parts, probe)
             off = self.push(structure.split(probe)) - moved
             worst = jnp.maximum(worst, relative(off, scale))
+        if any_pairs:
+            return worst
         if form.all_groupings:
             both = (parts, parts) if pairs is None else [parts.at(x) for x in pairs]
             missing = form.missing(parts, parts)

@@ -58,7 +58,7 @@ class Purpose(NamedTuple):
         """
         largest = max((prod(s.shape) for s in structure.sites), default=0)
         cheap = structure.cost(rows) < _OVERHEAD
-        return cheap and largest < self.apart
+        return cheap and largest < self.apart and structure.size <= self.largest
 
 
 FIT = Purpose()

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from itertools import combinations
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jax import Array
 from jax.core import Tracer
 
 from numpyro_gpaug.errors import NotConjugateError
-from numpyro_gpaug.gaussians import Chain, Groups, Layout, Sparse
+from numpyro_gpaug.gaussians import Chain, Groups, Iterative, Layout, Sparse
 from numpyro_gpaug.math.compiling import once
 from numpyro_gpaug.math.sparse_pattern import Pattern
 from numpyro_gpaug.model.affine import PROBES, ROUNDING, Predictors, relative
@@ -34,6 +34,9 @@ from numpyro_gpaug.model.loops import WIDEST, Loop
 
 # Members of a grouping, at least; numbers of each, at most.
 _FEWEST, _WIDEST = 16, 8
+# Latents of a grouping that are part of a dense border beside an iterative form, at
+# most: each is a column of its own in the recurrences.
+_BORDER = 64
 
 
 class Asked(NamedTuple):
@@ -120,11 +123,17 @@ def find_form(structure: Structure, asked: Asked, purpose: Purpose) -> Structure
         (form for form in forms if form is not None),
         key=lambda form: (form.cost(rows), form.form.largest_matrix),
     )
+    chosen = structure
     for form in known:
         whole = form.cost(rows) + purpose.overhead(form)
         if whole < structure.cost(rows) and asked.misfit(form) < ROUNDING:
-            return form
-    return structure
+            chosen = form
+            break
+    if chosen.form.largest_matrix <= purpose.largest or purpose.projected or chains:
+        return chosen
+    crossed = _iterative(structure, zip(singles, told, strict=True), asked.pairs)
+    fits = crossed is not None and asked.misfit(crossed) < ROUNDING
+    return crossed if crossed is not None and fits else chosen
 
 
 def find_sparse(
@@ -196,6 +205,34 @@ def _colourings(own: Field, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
     yield parts * (near.max() + 1) + np.tile(near, fields)
 
 
+def _iterative(
+    structure: JointStructure,
+    told: Iterable[tuple[Grouping, tuple[Any, Any, Any]]],
+    pairs: tuple[Array, Array] | None,
+) -> JointStructure | None:
+    """Return a structure in which the latents of all large groupings are nodes of a
+    precision that is not factorised, the largest grouping first; ``None`` if there are
+    fewer than two.
+
+    :param structure: the dense structure of a model.
+    :param told: groupings of one site, with answers of :meth:`Asked.looked_at`.
+    :param pairs: pairs of predictors that likelihoods depend on jointly.
+    """
+    found: dict[str, tuple[Grouping, np.ndarray]] = {}
+    for single, answer in told:
+        depends, place, off = map(np.asarray, answer)
+        name = single.sites[0][0]
+        if off < ROUNDING and prod(structure.site(name).shape) > _BORDER:
+            found.setdefault(name, (single, np.where(depends, place, -1)))
+    if len(found) < 2:
+        return None
+    size = {k: prod(structure.site(k).shape) for k in found}
+    ordered = [found[k] for k in sorted(found, key=lambda k: -size[k])]
+    sparse = _sparse(structure, ordered, pairs, {})
+    form = Iterative(sparse.form.layout, cast(Any, sparse.form).pattern)
+    return sparse.in_form(form, sparse.groupings)
+
+
 def _sparse(
     structure: Structure,
     found: list[tuple[Grouping, np.ndarray]],
@@ -228,8 +265,7 @@ def _sparse(
     rows = [np.concatenate(nodes, -1)]
     if pairs is not None:
         rows.append(np.concatenate([rows[0][np.asarray(x)] for x in pairs], -1))
-    for repeated in rows:
-        part = np.unique(repeated, axis=0)
+    for part in rows:
         for s, t in combinations(range(part.shape[-1]), 2):
             both = (part[:, s] >= 0) & (part[:, t] >= 0)
             edges.append((part[both, s], part[both, t]))

@@ -259,7 +259,8 @@ class JointPredictiveView(JointView):
             found = [self.affine(name)]
         if not any(each.large for each in found):
             return zero, zero + jnp.inf
-        worst = [each.misfit() for each in found]
+        any_pairs = getattr(self.structure.form, "any_pairs", False)
+        worst = [each.misfit(any_pairs=any_pairs) for each in found]
         has_to = [x for x, each in zip(worst, found, strict=True) if each.many]
         return jnp.max(jnp.stack([zero, *has_to])), jnp.max(jnp.stack(worst))
 

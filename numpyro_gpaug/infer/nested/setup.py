@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from numpyro_gpaug._numpyro import one_thread
+from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.guides import AutoLatentGaussian
 from numpyro_gpaug.infer.nested.apart import FEWEST
 from numpyro_gpaug.infer.nested.bound import CollapsedBound
@@ -81,6 +82,13 @@ class CollapsedBounds:
                     "hyperparameters are integrated on full data only. "
                     "ConjugateSVI(model, AutoLatentGaussian(model), "
                     "optax.adam(0.01)) gives point estimates on minibatches"
+                )
+            if not structure.form.factorised:
+                raise NotConjugateError(
+                    f"hyperparameters are not integrated over a precision of "
+                    f"{structure.size} latents that is not factorised. "
+                    "ConjugateSVI(model, AutoLatentGaussian(model)) gives point "
+                    "estimates, and Gaussians on the latents"
                 )
             check_observations(self.model, structure, arguments, self._checks)
             projected = self._projected

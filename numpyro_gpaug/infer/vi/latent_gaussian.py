@@ -555,6 +555,9 @@ class LatentGaussian:
         """
 
         def step(q: Any, ascent: Array) -> Array:
+            if (solve := getattr(q, "solve", None)) is not None:
+                found: Array = solve(ascent)
+                return found
             noise = jax.ShapeDtypeStruct((*ascent.shape[:-1], q.rank), ascent.dtype)
             whiten = jax.linear_transpose(q.unwhiten, noise)
             return q.unwhiten(whiten(ascent)[0])

@@ -1,0 +1,579 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Gaussians with a sparse precision that fills up when it is factorised: crossed
+effects with very many levels on both sides.
+
+The layout is that of :mod:`~numpyro_gpaug.gaussians.sparse`: N nodes with precision M,
+here standard normal a priori, and a dense border. Nodes that have no neighbour before
+them (the levels of the largest grouping) are independent given all others, and are
+eliminated: with their diagonal D, the diagonal C of the others, and ``B`` between them,
+the Schur complement ``C - B' D^{-1} B`` (with further entries if there are three
+groupings or more) is never formed. With its diagonal ``P`` it is ``P^{1/2} (I - X)
+P^{1/2}``. The eigenvalues of ``I - X`` are close to one if levels cross at random, and a
+few steps of conjugate gradients suffice, whatever the number of levels.
+
+*Means* follow from conjugate gradients. *The log-determinant* is that of D and P plus
+``tr log(I - X)``, by Lanczos quadrature: exact along a few vectors with the largest
+eigenvalues of X, and by random signs ``s`` in their complement. The trace of X is zero,
+so ``s' X s`` is subtracted, which is most of the noise. *Covariances* are
+
+.. math:: \mathrm{var}(z_i) = c_i + E u_i^2, \quad
+    \mathrm{cov}(z_i, z_j) = - c_i M_{ij} c_j + E u_i u_j
+
+for i among the eliminated, where ``c`` are variances given all others (given all other
+nodes that are not eliminated), and ``u`` is the conditional mean of a draw ``x = P^{-1/2}
+(I - X)^{-1/2} s``: ``- D^{-1} B x`` and ``P^{-1/2} X P^{1/2} x``. The means over draws are
+the only approximation. The signs are the same in each evaluation, so that the bound is a
+smooth function of hyperparameters. Its error is that of the log-determinant alone, to
+first order: the same covariances are in the expected log-likelihood and in the
+divergence, whose derivatives cancel at the optimum.
+
+References: Kuendig and Sigrist (2025), Iterative methods for full-scale and crossed
+random effects; Pandolfi, Papaspiliopoulos and Zanella (2025), Conjugate gradient methods
+for high-dimensional GLMMs; Siden, Lindgren, Bolin and Villani (2018), Efficient
+covariance approximations for large sparse precision matrices; Meyer, Musco, Musco and
+Woodruff (2021), Hutch++: optimal stochastic trace estimation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import combinations
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax, random
+from jax.experimental.sparse import BCSR
+
+from numpyro_gpaug.gaussians.base import Layout
+from numpyro_gpaug.gaussians.rows import Rows
+from numpyro_gpaug.gaussians.sparse import Extended, Sparse, SparseNatural, nodes_of
+from numpyro_gpaug.math import linalg
+
+# Draws behind covariances, and vectors along which a log-determinant is exact, at most.
+DRAWS, EXACT = 32, 8
+# Steps of the recurrences, at most. Lanczos vectors are stored.
+_STEPS, _LANCZOS = 500, 48
+# Columns that are taken at a time; a product with fewer than eight takes longer.
+_COLUMNS, _FEWEST = 64, 8
+
+
+class IterativeMoments(NamedTuple):
+    """Moments of a Gaussian whose precision is not factorised, with a leading axis of
+    1.
+
+    :param mean: (1, N + K).
+    :param entries: the precision of the nodes, (1, nnz).
+    :param cross: Y, (1, N, K), as for other sparse precisions.
+    :param whitener: V, (1, K, K).
+    :param given: variances of nodes given others, c, (1, N).
+    :param draws: draws of the nodes, zero for those that are eliminated, (1, N, draws).
+    :param moved: their conditional means u, (1, N, draws).
+    :param near: covariances of neighbours given the border, (1, nnz).
+    :param of_nodes: the log-determinant of the precision of the nodes, (1,).
+    :param noise: the standard error of half of it, in nats, (1,).
+    :param structure: the structure of the latents.
+    """
+
+    mean: Array
+    entries: Array
+    cross: Array
+    whitener: Array
+    given: Array
+    draws: Array
+    moved: Array
+    near: Array
+    of_nodes: Array
+    noise: Array
+    structure: Iterative
+
+    @property
+    def log_det(self) -> Array:
+        """The log-determinant of the covariance, (1,)."""
+        corner = jnp.log(jnp.abs(linalg.diagonal(self.whitener))).sum(-1)
+        return 2 * corner - self.of_nodes
+
+    @property
+    def rank(self) -> int:
+        """The number of standard normal numbers that :meth:`unwhiten` takes."""
+        return self.structure.size
+
+    @property
+    def neighbours(self) -> Array:
+        """The covariances of neighbours, given the border, (nnz,)."""
+        return self.near[0]
+
+    @property
+    def variances(self) -> Array:
+        """Variances of the latents, (1, N + K)."""
+        own = self.near[:, self.structure.pattern.diagonal]
+        own += jnp.square(self.cross).sum(-1)
+        return jnp.concatenate([own, jnp.square(self.whitener).sum(-2)], -1)
+
+    @property
+    def _reduced(self) -> _Reduced:
+        return _Reduced.of(self.structure, self.entries[0])
+
+    def spreads(self, rows: Rows) -> Array:
+        """Return the variances of predictors, (n,)."""
+        value, place = rows.value, rows.place
+        own = self.near[0][self.structure.pattern.diagonal]
+        found = (jnp.square(value) * own[place]).sum(-1)
+        for s, t in combinations(range(value.shape[-1]), 2):
+            both = self._covariances(place[:, s], place[:, t])
+            found += 2 * value[:, s] * value[:, t] * both
+        dense = rows.dense @ self.whitener[0].T - self._crossed(rows)
+        return jnp.maximum(found, 0) + jnp.square(dense).sum(-1)
+
+    def _covariances(self, one: Array, other: Array) -> Array:
+        """Return the covariances of pairs of nodes, given the border, (n,)."""
+        found = self.structure.pattern.places(one, other)
+        near = self.near[0].at[found].get(mode="fill", fill_value=0)
+        apart = found == len(self.near[0])
+
+        def estimated() -> Array:
+            shared = _shared(self.draws[0], self.moved[0], one, other)
+            return jnp.where(apart, shared, near)
+
+        return lax.cond(apart.any(), estimated, lambda: near)
+
+    def _crossed(self, rows: Rows) -> Array:
+        """Return ``Y' a`` of rows, (n, K)."""
+        return (rows.value[..., None] * self.cross[0][rows.place]).sum(1)
+
+    def covariance(self, rows: Rows) -> Array:
+        """Return the covariances of predictors, (n, n)."""
+        own = nodes_of(rows, self.structure)
+        _, parts = self.push_forward(jnp.concatenate([own, rows.dense.T])[None])
+        root = jnp.concatenate(parts, 1)[0]
+        return root.T @ root
+
+    def push_forward(self, projection: Array) -> tuple[Array, tuple[Array, Array]]:
+        """Return the shift of the means, and the root of the covariance, under an
+        affine map.
+
+        :param projection: A, (1, N + K, n).
+        :return: ``A' mean`` (1, n) and rows, (1, N, n) and (1, K, n), whose squares sum
+            to the variances.
+        """
+        shift = jnp.vecmat(self.mean, projection)
+        own, corner = self.structure.columns(projection[0])
+        rest = self.whitener[0] @ corner - self.cross[0].T @ own
+        return shift, (self._reduced.half(own)[None], rest[None])
+
+    def solve(self, b: Array) -> Array:
+        """Return the product of the covariance with vectors (..., N + K)."""
+        own, corner = self.structure.columns(b.reshape(-1, self.structure.size).T)
+        rest = self.whitener[0] @ corner - self.cross[0].T @ own
+        found = self._reduced.solve(own) - self.cross[0] @ rest
+        return jnp.concatenate([found, self.whitener[0].T @ rest]).T.reshape(b.shape)
+
+    def unwhiten(self, noise: Array) -> Array:
+        """Return deviations from the mean.
+
+        :param noise: standard normal, (..., rank).
+        """
+        own, corner = self.structure.columns(noise.reshape(-1, self.rank).T)
+        rows = self._reduced.drawn(own) - self.cross[0] @ corner
+        found = jnp.concatenate([rows, self.whitener[0].T @ corner])
+        return found.T.reshape(noise.shape)
+
+    def whiten(self, deviation: Array) -> Array:
+        """Return the noise of deviations; the inverse of :meth:`unwhiten`.
+
+        :param deviation: (..., N + K).
+        """
+        own, corner = self.structure.columns(deviation.reshape(-1, self.rank).T)
+        corner = linalg.inverse_lower(self.whitener[0]).mT @ corner
+        rows = self._reduced.noise_of(own + self.cross[0] @ corner)
+        return jnp.concatenate([rows, corner]).T.reshape(deviation.shape)
+
+    def extended(self, prior: Any, places: np.ndarray) -> Any:
+        """Return the moments of latents of another prior; see
+        :mod:`numpyro_gpaug.gaussians.base`. New nodes are standard normal."""
+        if np.array_equal(places, np.arange(self.structure.size)):
+            return self
+        return Extended(self, prior.structure, places.astype(np.int64).tobytes())
+
+
+def _shared(draws: Array, moved: Array, one: Any, other: Any) -> Array:
+    """Return the estimated parts of covariances of pairs of nodes, (n,)."""
+    (x, u), (y, v) = ((draws[k], moved[k]) for k in (one, other))
+    # Draws of nodes that are eliminated are zero.
+    kept = (x != 0).any(-1) & (y != 0).any(-1)
+    return jnp.where(kept, (u * y + x * v).sum(-1) / 2, (u * v).sum(-1))
+
+
+class _Block(NamedTuple):
+    """A block of the precision, by rows.
+
+    :param places: places of its entries in the precision, (k,).
+    :param columns: their columns.
+    :param starts: the place of the first entry of each row, and k.
+    :param shape: numbers of rows and columns.
+    """
+
+    places: np.ndarray
+    columns: np.ndarray
+    starts: np.ndarray
+    shape: tuple[int, int]
+
+    @classmethod
+    def of(cls, places: Any, rows: Any, columns: Any, shape: tuple[int, int]) -> _Block:
+        order = np.lexsort((columns, rows))
+        starts = np.append(0, np.cumsum(np.bincount(rows, minlength=shape[0])))
+        found = places[order], columns[order], starts
+        return cls(*(x.astype(np.int32) for x in found), shape)
+
+    def __call__(self, entries: Array, x: Array) -> Array:
+        """Return the product with columns (n, c), given all entries of the precision
+        or a function of them."""
+        return _product(self.shape, self.columns, self.starts, entries[self.places], x)
+
+
+def _product(shape: Any, columns: Any, starts: Any, values: Array, x: Array) -> Array:
+    # JAX has no fast product for several matrices, nor for few columns.
+    @jax.custom_batching.custom_vmap
+    def product(values: Array, x: Array) -> Array:
+        wide = jnp.pad(x, [(0, 0), (0, max(0, _FEWEST - x.shape[1]))])
+        found: Array = BCSR((values, columns, starts), shape=shape) @ wide
+        return found[:, : x.shape[1]]
+
+    @product.def_vmap
+    def _batched(size: int, batched: Any, values: Array, x: Array) -> Any:
+        if batched[0]:
+            x = x if batched[1] else jnp.broadcast_to(x, (size, *x.shape))
+            return lax.map(lambda both: product(*both), (values, x)), True
+        flat = jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1)
+        found = product(values, flat).reshape(shape[0], size, -1)
+        return jnp.moveaxis(found, 1, 0), True
+
+    return product(values, x)
+
+
+class _Reduced(NamedTuple):
+    """The precision of nodes after an elimination.
+
+    :param structure: the structure of the latents.
+    :param entries: the precision of the nodes, (nnz,).
+    :param own: the diagonal of the eliminated nodes, (I, 1).
+    :param rest: the diagonal of the others, (R, 1).
+    :param root: ``P^{-1/2}``, (R, 1).
+    """
+
+    structure: Iterative
+    entries: Array
+    own: Array
+    rest: Array
+    root: Array
+
+    @classmethod
+    def of(cls, structure: Iterative, entries: Array) -> _Reduced:
+        own, rest = structure.parted(entries[structure.pattern.diagonal][:, None])
+        left = rest - structure.down(jnp.square(entries), 1 / own)
+        return cls(structure, entries, own, rest, 1 / jnp.sqrt(left))
+
+    @property
+    def tolerance(self) -> float:
+        """The relative residual that ends recurrences."""
+        return float(jnp.finfo(self.entries.dtype).eps) ** 0.85
+
+    def __call__(self, y: Array) -> Array:
+        """Return ``(I - X) y``, (R, c)."""
+        x, (down, up) = self.root * y, (self.structure.down, self.structure.up)
+        found = self.rest * x - down(self.entries, up(self.entries, x) / self.own)
+        if (among := self.structure.among) is not None:
+            found = found + among(self.entries, x)
+        return self.root * found
+
+    def _reduced(self, b: Array) -> tuple[Array, Array]:
+        """Return columns (N, c) of eliminated nodes, and ``P^{-1/2}`` times those of
+        others, less what the first contribute."""
+        own, rest = self.structure.parted(b)
+        moved = self.structure.down(self.entries, own / self.own)
+        return own, self.root * (rest - moved)
+
+    def _completed(self, own: Array, y: Array) -> Array:
+        """Return nodes (N, c) from ``P^{1/2}`` times those that are not eliminated.
+
+        :param own: the right-hand side of the eliminated nodes.
+        """
+        x = self.root * y
+        own = (own - self.structure.up(self.entries, x)) / self.own
+        return self.structure.nodal(own, x)
+
+    def solve(self, b: Array) -> Array:
+        """Return the solution (N, c) by conjugate gradients."""
+        own, b = self._reduced(b)
+        least = self.tolerance * jnp.linalg.norm(b, axis=0)
+
+        def going(carry: Any) -> Array:
+            step, _, _, _, size = carry
+            return (step < _STEPS) & (jnp.sqrt(size) > least).any()
+
+        def further(carry: Any) -> Any:
+            step, x, r, p, size = carry
+            moved = self(p)
+            slope = (p * moved).sum(0)
+            # NaN where the precision is not positive definite.
+            rate = jnp.where(size > 0, size / jnp.where(slope > 0, slope, jnp.nan), 0)
+            x, r = x + rate * p, r - rate * moved
+            after = jnp.square(r).sum(0)
+            p = r + jnp.where(size > 0, after / jnp.where(size > 0, size, 1), 0) * p
+            return step + 1, x, r, p, after
+
+        start = 0, jnp.zeros_like(b), b, b, jnp.square(b).sum(0)
+        return self._completed(own, lax.while_loop(going, further, start)[1])
+
+    def power(self, exponent: float, y: Array) -> Array:
+        """Return ``(I - X)^exponent y``, (R, c), a few columns at a time."""
+        count = -(-y.shape[1] // _COLUMNS)
+        if count <= 1:
+            return _Lanczos.of(self, y).applied(lambda x: x**exponent)
+        wide = jnp.pad(y, [(0, 0), (0, count * _COLUMNS - y.shape[1])])
+        cut = jnp.moveaxis(wide.reshape(len(y), count, _COLUMNS), 1, 0)
+        found = lax.map(partial(self.power, exponent), cut)
+        return jnp.moveaxis(found, 0, 1).reshape(len(y), -1)[:, : y.shape[1]]
+
+    def half(self, b: Array) -> Array:
+        """Return rows (N, c) whose squares sum to variances, of columns (N, c)."""
+        own, rest = self._reduced(b)
+        return self.structure.nodal(own / jnp.sqrt(self.own), self.power(-0.5, rest))
+
+    def drawn(self, noise: Array) -> Array:
+        """Return deviations (N, c) of standard normal noise."""
+        own, rest = self.structure.parted(noise)
+        return self._completed(own * jnp.sqrt(self.own), self.power(-0.5, rest))
+
+    def noise_of(self, x: Array) -> Array:
+        """Return the noise of deviations (N, c)."""
+        own, rest = self.structure.parted(x)
+        own = own + self.structure.up(self.entries, rest) / self.own
+        y = self.power(0.5, rest / self.root)
+        return self.structure.nodal(own * jnp.sqrt(self.own), y)
+
+    def largest(self) -> Array:
+        """Return orthonormal columns near the largest eigenvectors of X, (R, q): the
+        direction in which all levels of a side move together is one."""
+        size = len(self.root)
+        found = random.normal(random.key(1), (size, min(EXACT, size // 4)))
+        found = found.astype(self.root.dtype)
+        if found.shape[1]:
+            found = _orthonormal(found.at[:, :1].set(1 / self.root))
+            for _ in range(2):
+                found = _orthonormal(found - self(found))
+        return found
+
+
+def _orthonormal(columns: Array) -> Array:
+    """Return orthonormal columns of the same span; zero columns if there are only
+    these."""
+    info = jnp.finfo(columns.dtype)
+    for _ in range(2):
+        gram = columns.T @ columns
+        ridge = info.eps * jnp.trace(gram) + info.tiny
+        whitener = linalg.inverse_cholesky(gram + ridge * jnp.eye(len(gram)))
+        columns = columns @ whitener.T
+    return columns
+
+
+class _Lanczos(NamedTuple):
+    """Krylov spaces of ``I - X``, one for each column.
+
+    :param basis: orthonormal vectors, (steps, R, c).
+    :param steps: the number of them that are set.
+    :param values: eigenvalues of the tridiagonal matrices, (c, steps).
+    :param vectors: eigenvectors, (c, steps, steps).
+    :param norms: norms of the columns, (c,).
+    """
+
+    basis: Array
+    steps: Array
+    values: Array
+    vectors: Array
+    norms: Array
+
+    @classmethod
+    def of(cls, reduced: _Reduced, columns: Array) -> _Lanczos:
+        """Return the Krylov spaces of columns (R, c)."""
+        most, (size, number) = _LANCZOS, columns.shape
+        norms = jnp.linalg.norm(columns, axis=0)
+        first = columns / jnp.where(norms > 0, norms, 1)
+        zeros = jnp.zeros((most, number), columns.dtype)
+
+        def going(carry: Any) -> Array:
+            step, residual = carry[0], carry[-1]
+            return (step < most) & (residual > reduced.tolerance).any()
+
+        def further(carry: Any) -> Any:
+            step, basis, diagonal, beside, v, last, pivot, residual = carry
+            before = beside[step - 1]
+            w = reduced(v) - before * last
+            # The matrix continues as the identity once a space is exhausted.
+            here = (v * w).sum(0) + (jnp.square(v).sum(0) == 0)
+            w = w - here * v
+            after = jnp.linalg.norm(w, axis=0)
+            pivot = here - jnp.square(before) / pivot
+            pivot = jnp.where(pivot > 0, pivot, jnp.nan)
+            return (
+                step + 1, basis.at[step].set(v), diagonal.at[step].set(here),
+                beside.at[step].set(after), w / jnp.where(after > 0, after, 1), v,
+                pivot, residual * after / pivot,
+            )  # fmt: skip
+
+        ones = jnp.ones_like(norms)
+        basis = jnp.zeros((most, size, number), columns.dtype)
+        start = 0, basis, zeros + 1, zeros, first, 0 * first, ones, ones
+        steps, basis, diagonal, beside, _, _, pivot, _ = lax.while_loop(
+            going, further, start
+        )
+        beside = jnp.where(np.arange(most)[:, None] < steps - 1, beside, 0)[:-1]
+        matrix = jax.vmap(lambda d, b: jnp.diag(d) + jnp.diag(b, 1) + jnp.diag(b, -1))
+        whole = matrix(diagonal.T + 0 * pivot[:, None], beside.T)
+        return cls(basis, steps, *linalg.eigh(whole), norms)
+
+    def applied(self, function: Callable[[Array], Array]) -> Array:
+        """Return a function of ``I - X`` times the columns, (R, c)."""
+        weights = function(self.values) * self.vectors[:, 0]
+        weights = (self.vectors * weights[:, None]).sum(-1) * self.norms[:, None]
+
+        def added(step: Any, total: Array) -> Array:
+            return total + self.basis[step] * weights[:, step]
+
+        return lax.fori_loop(0, self.steps, added, jnp.zeros_like(self.basis[0]))
+
+    def forms(self, function: Callable[[Array], Array]) -> Array:
+        """Return the quadratic forms of columns in a function of ``I - X``, (c,)."""
+        terms = function(self.values) * jnp.square(self.vectors[:, 0])
+        return jnp.square(self.norms) * terms.sum(-1)
+
+
+@dataclass(frozen=True)
+class Iterative(Sparse):
+    """Standard normal nodes whose posterior precision is too costly to factorise, and
+    latents that any predictor may depend on."""
+
+    any_pairs: ClassVar[bool] = True
+    factorised: ClassVar[bool] = False
+
+    @property
+    def independent(self) -> Layout:
+        return Layout(0, 0, self.size)
+
+    @cached_property
+    def _apart(self) -> np.ndarray:
+        return np.zeros(0, int)
+
+    @cached_property
+    def _eliminated(self) -> np.ndarray:
+        """Whether each node has no neighbour before it, (N,)."""
+        return np.diff(self.pattern.starts) == 1
+
+    def parted(self, x: Array) -> tuple[Array, Array]:
+        """Return numbers of nodes (N, c) as those of eliminated nodes and others."""
+        return x[np.flatnonzero(self._eliminated)], x[np.flatnonzero(~self._eliminated)]
+
+    def nodal(self, own: Array, rest: Array) -> Array:
+        """Join what :meth:`parted` returns."""
+        order = np.argsort(~self._eliminated, kind="stable")
+        return jnp.concatenate([own, rest])[np.argsort(order)]
+
+    @cached_property
+    def _blocks(self) -> tuple[_Block, _Block, _Block | None]:
+        pattern, first = self.pattern, self._eliminated
+        rank = np.where(first, np.cumsum(first), np.cumsum(~first)) - 1
+        places = np.flatnonzero(pattern.rows != pattern.columns)
+        row, column = pattern.rows[places], pattern.columns[places]
+        # The later of two neighbours is never eliminated.
+        down, shape = first[column], (int((~first).sum()), int(first.sum()))
+        ends = places[down], rank[row[down]], rank[column[down]]
+        up = ends[0], ends[2], ends[1]
+        rows, columns = rank[row[~down]], rank[column[~down]]
+        both = np.append(rows, columns), np.append(columns, rows)
+        among = _Block.of(np.tile(places[~down], 2), *both, (shape[0], shape[0]))
+        found = _Block.of(*ends, shape), _Block.of(*up, shape[::-1])
+        return *found, among if len(rows) else None
+
+    @property
+    def down(self) -> _Block:
+        """The entries of other nodes with eliminated ones, (R, I)."""
+        return self._blocks[0]
+
+    @property
+    def up(self) -> _Block:
+        """Its transpose."""
+        return self._blocks[1]
+
+    @property
+    def among(self) -> _Block | None:
+        """The entries of other nodes with one another; ``None`` if there are none."""
+        return self._blocks[2]
+
+    def cost(self, rows: int, width: int) -> float:
+        each = 40.0 * len(self.pattern.rows) + float(rows)
+        return each * (DRAWS + EXACT + self.layout.others)
+
+    def describe(self, names: str, block: int) -> str:
+        return f"iterative: {super().describe(names, block)}"
+
+    def product(self, entries: Array, x: Array) -> Array:
+        own, rest = self.parted(x)
+        diagonal = self.parted(entries[self.pattern.diagonal][:, None])
+        moved = diagonal[1] * rest + self.down(entries, own)
+        if self.among is not None:
+            moved = moved + self.among(entries, rest)
+        return self.nodal(diagonal[0] * own + self.up(entries, rest), moved)
+
+    def product_of_prior(self, entries: Array, x: Array) -> Array:
+        return x
+
+    @linalg.precise
+    def moments(self, natural: SparseNatural) -> IterativeMoments:
+        entries, border = natural.entries[0], natural.border[0]
+        reduced, pattern = _Reduced.of(self, entries), self.pattern
+        own, corner = self.columns(natural.potential[0])
+        solved = reduced.solve(jnp.concatenate([own[:, None], border], -1))
+        first, gains = solved[:, 0], solved[:, 1:]
+        whitener = linalg.inverse_cholesky(natural.corner - (border.T @ gains)[None])
+        rest = whitener[0] @ (corner - border.T @ first) @ whitener[0]
+        mean = jnp.concatenate([first - gains @ rest, rest])
+
+        largest, dtype = reduced.largest(), entries.dtype
+        signs = random.rademacher(random.key(0), (len(reduced.root), DRAWS), dtype)
+        signs = signs - largest @ (largest.T @ signs)
+        spaces = _Lanczos.of(reduced, jnp.concatenate([largest, signs], 1))
+        # The trace of X is zero.
+        forms = spaces.forms(lambda x: jnp.log(x) + (1 - x))
+        forms, each = jnp.split(forms, [largest.shape[1]])
+        of_nodes = jnp.log(reduced.own).sum() - 2 * jnp.log(reduced.root).sum()
+        of_nodes += forms.sum() + each.mean()
+        noise = each.std(ddof=1) / (2 * DRAWS**0.5)
+
+        # The vectors are not drawn: they are weighted like all draws together.
+        weights = np.repeat([1, DRAWS**-0.5], [largest.shape[1], DRAWS])
+        white = spaces.applied(lax.rsqrt) * weights.astype(dtype)
+        x, moved = reduced.root * white, reduced.root * (white - reduced(white))
+        moved = self.nodal(-self.up(entries, x) / reduced.own, moved)
+        draws = self.nodal(jnp.zeros((len(reduced.own), len(weights)), dtype), x)
+        given = self.nodal(1 / reduced.own, jnp.square(reduced.root))[:, 0]
+        local = -entries * given[pattern.rows] * given[pattern.columns]
+        local = jnp.where(self._eliminated[pattern.columns], local, 0)
+        ends = pattern.rows, pattern.columns
+        if self.among is None:
+            shared = (moved[ends[0]] * moved[ends[1]]).sum(-1)
+        else:
+            shared = _shared(draws, moved, *ends)
+        variances = given + jnp.square(moved).sum(-1)
+        near = (local + shared).at[pattern.diagonal].set(variances)
+        arrays = (
+            mean, entries, gains @ whitener[0].T, whitener[0], given, draws, moved, near,
+            of_nodes, noise,
+        )  # fmt: skip
+        return IterativeMoments(*(x[None] for x in arrays), self)
+
+
+# Natural parameters and moments hold their structure, which has no arrays.
+jax.tree_util.register_static(Iterative)
