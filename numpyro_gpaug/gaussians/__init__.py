@@ -20,8 +20,8 @@ from numpyro_gpaug.gaussians.iterative import Iterative
 from numpyro_gpaug.gaussians.sparse import Sparse
 
 __all__ = [
-    "Chain", "Dense", "Groups", "Iterative", "Layout", "STRUCTURES", "Sparse", "Structure",
-    "natural_from", "unstructured",
+    "Chain", "Dense", "Groups", "Iterative", "Layout", "STRUCTURES", "Sparse",
+    "Structure", "natural_from", "unstructured",
 ]  # fmt: skip
 
 # By the name that saved files have.

@@ -34,7 +34,7 @@ W``. They have
   ``noise`` (..., latents, rank), and ``rank``, which is M, more if extended, or less if
   latents fulfil constraints;
 - ``whiten(deviation)``, its inverse;
-- ``solve(b)``, the covariance times (..., latents, M), if :meth:`unwhiten` is not linear;
+- ``solve(b)``, the covariance times (..., latents, M), unless ``unwhiten`` is linear;
 - ``push_forward(projection)``: for A (latents, M, n), ``A' mean``, and rows in several
   parts (latents, r, n), whose squares sum to the variances of ``A' z``;
 - ``extended(prior, places)``: moments of the latents of another prior, which are

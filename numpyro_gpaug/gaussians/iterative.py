@@ -5,33 +5,35 @@ effects with very many levels on both sides.
 The layout is that of :mod:`~numpyro_gpaug.gaussians.sparse`: N nodes with precision M,
 here standard normal a priori, and a dense border. Nodes that have no neighbour before
 them (the levels of the largest grouping) are independent given all others, and are
-eliminated: with their diagonal D, the diagonal C of the others, and ``B`` between them,
-the Schur complement ``C - B' D^{-1} B`` (with further entries if there are three
-groupings or more) is never formed. With its diagonal ``P`` it is ``P^{1/2} (I - X)
-P^{1/2}``. The eigenvalues of ``I - X`` are close to one if levels cross at random, and a
-few steps of conjugate gradients suffice, whatever the number of levels.
+eliminated. With their diagonal D, the diagonal C of the others, and B between them, the
+Schur complement ``C - B' D^{-1} B`` (with further entries if there are three groupings
+or more) is never formed. With its diagonal P it is ``P^{1/2} (I - X) P^{1/2}``. The
+eigenvalues of ``I - X`` are close to one if levels cross at random. A few steps of
+conjugate gradients then suffice, whatever the number of levels.
 
 *Means* follow from conjugate gradients. *The log-determinant* is that of D and P plus
-``tr log(I - X)``, by Lanczos quadrature: exact along a few vectors with the largest
-eigenvalues of X, and by random signs ``s`` in their complement. The trace of X is zero,
-so ``s' X s`` is subtracted, which is most of the noise. *Covariances* are
+``tr log(I - X)``, by Lanczos quadrature: exact along a few vectors close to the largest
+eigenvectors of X, and by vectors s of random signs in their complement. The trace of X
+is zero, so ``s' X s`` is subtracted, which is most of the noise. *Covariances* are
 
 .. math:: \mathrm{var}(z_i) = c_i + E u_i^2, \quad
-    \mathrm{cov}(z_i, z_j) = - c_i M_{ij} c_j + E u_i u_j
+    \mathrm{cov}(z_i, z_j) = - c_i M_{ij} c_j + E u_i u_j,
 
-for i among the eliminated, where ``c`` are variances given all others (given all other
-nodes that are not eliminated), and ``u`` is the conditional mean of a draw ``x = P^{-1/2}
-(I - X)^{-1/2} s``: ``- D^{-1} B x`` and ``P^{-1/2} X P^{1/2} x``. The means over draws are
-the only approximation. The signs are the same in each evaluation, so that the bound is a
-smooth function of hyperparameters. Its error is that of the log-determinant alone, to
-first order: the same covariances are in the expected log-likelihood and in the
-divergence, whose derivatives cancel at the optimum.
+where i is eliminated and j is not. Here c are variances of the eliminated nodes given
+all others, and of these given one another, and u are the conditional means of a draw
+``x = P^{-1/2} (I - X)^{-1/2} s``: ``- D^{-1} B x`` and ``P^{-1/2} X P^{1/2} x``. Means
+over draws are the only approximation.
 
-References: Kuendig and Sigrist (2025), Iterative methods for full-scale and crossed
-random effects; Pandolfi, Papaspiliopoulos and Zanella (2025), Conjugate gradient methods
-for high-dimensional GLMMs; Siden, Lindgren, Bolin and Villani (2018), Efficient
-covariance approximations for large sparse precision matrices; Meyer, Musco, Musco and
-Woodruff (2021), Hutch++: optimal stochastic trace estimation.
+The signs are the same in each evaluation, so that the bound is a smooth function of
+hyperparameters. To first order its error is that of the log-determinant alone: the same
+covariances are in the expected log-likelihood and in the divergence, whose derivatives
+with respect to them cancel at the optimum.
+
+References: Kuendig and Sigrist (2025), Iterative methods for generalized linear mixed
+models with crossed random effects; Pandolfi, Papaspiliopoulos and Zanella (2025),
+Conjugate gradient methods for high-dimensional GLMMs; Siden, Lindgren, Bolin and
+Villani (2018), Efficient covariance approximations for large sparse precision matrices;
+Meyer, Musco, Musco and Woodruff (2021), Hutch++: optimal stochastic trace estimation.
 """
 
 from __future__ import annotations
@@ -69,7 +71,6 @@ class IterativeMoments(NamedTuple):
     :param entries: the precision of the nodes, (1, nnz).
     :param cross: Y, (1, N, K), as for other sparse precisions.
     :param whitener: V, (1, K, K).
-    :param given: variances of nodes given others, c, (1, N).
     :param draws: draws of the nodes, zero for those that are eliminated, (1, N, draws).
     :param moved: their conditional means u, (1, N, draws).
     :param near: covariances of neighbours given the border, (1, nnz).
@@ -82,7 +83,6 @@ class IterativeMoments(NamedTuple):
     entries: Array
     cross: Array
     whitener: Array
-    given: Array
     draws: Array
     moved: Array
     near: Array
@@ -359,18 +359,15 @@ class _Reduced(NamedTuple):
         """Return orthonormal columns near the largest eigenvectors of X, (R, q): the
         direction in which all levels of a side move together is one."""
         size = len(self.root)
-        found = random.normal(random.key(1), (size, min(EXACT, size // 4)))
-        found = found.astype(self.root.dtype)
-        if found.shape[1]:
-            found = _orthonormal(found.at[:, :1].set(1 / self.root))
-            for _ in range(2):
-                found = _orthonormal(found - self(found))
+        found = random.normal(random.key(1), (size, min(EXACT, size)), self.root.dtype)
+        found = _orthonormal(found.at[:, :1].set(1 / self.root))
+        for _ in range(2):
+            found = _orthonormal(found - self(found))
         return found
 
 
 def _orthonormal(columns: Array) -> Array:
-    """Return orthonormal columns of the same span; zero columns if there are only
-    these."""
+    """Return orthonormal columns of the same span, and zeros if they are dependent."""
     info = jnp.finfo(columns.dtype)
     for _ in range(2):
         gram = columns.T @ columns
@@ -569,7 +566,7 @@ class Iterative(Sparse):
         variances = given + jnp.square(moved).sum(-1)
         near = (local + shared).at[pattern.diagonal].set(variances)
         arrays = (
-            mean, entries, gains @ whitener[0].T, whitener[0], given, draws, moved, near,
+            mean, entries, gains @ whitener[0].T, whitener[0], draws, moved, near,
             of_nodes, noise,
         )  # fmt: skip
         return IterativeMoments(*(x[None] for x in arrays), self)

@@ -30,6 +30,8 @@ class Purpose(NamedTuple):
         Several function values of one process may then enter one datum. Several
         parameters of a registered likelihood may also depend on latents: the bound
         treats them as independent, which a sampler corrects.
+    :param operations: the number of operations of an update above which a form that is
+        not factorised is preferred.
     :param largest: rows of the largest dense matrix. For draws given factors on
         predictors one has as many rows as there are latents or predictors, whichever
         are fewer.
@@ -39,6 +41,7 @@ class Purpose(NamedTuple):
     held: int = 0
     fields: bool = True
     projected: bool = False
+    operations: float = inf
     largest: int = MAX_DENSE
 
     def overhead(self, form: Structure) -> float:
@@ -58,10 +61,20 @@ class Purpose(NamedTuple):
         """
         largest = max((prod(s.shape) for s in structure.sites), default=0)
         cheap = structure.cost(rows) < _OVERHEAD
-        return cheap and largest < self.apart and structure.size <= self.largest
+        return cheap and largest < self.apart and not self.too_costly(structure, rows)
+
+    def too_costly(self, structure: JointStructure, rows: int) -> bool:
+        """Whether a form should rather not be factorised.
+
+        :param structure: a structure in that form.
+        :param rows: the number of predictors.
+        """
+        large = structure.form.largest_matrix > self.largest
+        return large or structure.cost(rows) > self.operations
 
 
-FIT = Purpose()
+# Beyond some seconds for each update, estimates of log-determinants.
+FIT = Purpose(operations=1e11)
 # Of standard normal numbers alone.
 WHITE = Purpose(fields=False)
 # For exact samplers.

@@ -129,11 +129,12 @@ def find_form(structure: Structure, asked: Asked, purpose: Purpose) -> Structure
         if whole < structure.cost(rows) and asked.misfit(form) < ROUNDING:
             chosen = form
             break
-    if chosen.form.largest_matrix <= purpose.largest or purpose.projected or chains:
+    if chains or purpose.projected or not purpose.too_costly(chosen, rows):
         return chosen
     crossed = _iterative(structure, zip(singles, told, strict=True), asked.pairs)
-    fits = crossed is not None and asked.misfit(crossed) < ROUNDING
-    return crossed if crossed is not None and fits else chosen
+    if crossed is None or crossed.cost(rows) > chosen.cost(rows):
+        return chosen
+    return crossed if asked.misfit(crossed) < ROUNDING else chosen
 
 
 def find_sparse(

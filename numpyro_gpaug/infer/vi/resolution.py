@@ -66,7 +66,8 @@ def _eps(natural: Any) -> float:
 
 @few
 def lost(natural: Natural) -> Array:
-    """Return the error of the bound, in nats, due to rounding of natural parameters.
+    """Return the error of the bound, in nats, due to rounding of natural parameters, or
+    to an estimated log-determinant.
 
     The relative error of a variance is the rounding error times its inflation. Errors
     are independent: their squares add up.
@@ -77,17 +78,28 @@ def lost(natural: Natural) -> Array:
     for each in natural.values():
         inflated, moved = _inflated_and_displaced(each)
         total += _eps(each) * jnp.linalg.norm(inflated) + moved.sum()
+        total += jnp.sum(getattr(each.moments(), "noise", 0))
     return jnp.asarray(total)
 
 
 def warn_of_lost(nats: Array, natural: Natural, structure: Structure) -> None:
-    """Warn if rounding of natural parameters makes the bound uncertain.
+    """Warn if rounding of natural parameters, or an estimated log-determinant, makes
+    the bound uncertain.
 
     :param nats: from :func:`lost`.
     :param natural: natural parameters of all blocks.
     :param structure: the structure of the model.
     """
-    if np.asarray(nats) > LOST:
+    estimated = isinstance(structure, JointStructure) and not structure.form.factorised
+    if np.asarray(nats) > LOST and estimated:
+        warnings.warn(
+            "the log-determinant of the precision is estimated, since its factor would "
+            f"be too large. This makes the bound uncertain by about {float(nats):.2g} "
+            "nats: compare models only if their bounds differ by more. Many members of "
+            "the crossed groupings have little data, or form parts that do not cross",
+            stacklevel=4,
+        )
+    elif np.asarray(nats) > LOST:
         figures = {name: displaced(each) for name, each in natural.items()}
         cause = _far
         if 2 * sum(float(x.sum()) for x in figures.values()) < nats:
