@@ -113,6 +113,16 @@ def test_benchmark_of_fields_runs_at_small_sizes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_benchmark_of_crossed_effects_runs_at_small_sizes(tmp_path: Path) -> None:
+    run("benchmarks/crossed", tmp_path, "--quick", "--json", "found.json")
+    rows = json.loads((tmp_path / "found.json").read_text())["rows"]
+    normal, binary, exact = rows
+    assert max(normal["noise"], binary["noise"]) < 0.05
+    assert max(normal["error"], binary["error"]) < 0.2
+    assert exact["sds"] < 0.03
+
+
+@pytest.mark.slow
 def test_benchmark_of_series_runs_at_small_sizes(tmp_path: Path) -> None:
     cases = ["--cases", "equality"]
     run("benchmarks/markov", tmp_path, "--quick", *cases, "--json", "found.json")

@@ -226,32 +226,38 @@ class _Block(NamedTuple):
         order = np.lexsort((columns, rows))
         starts = np.append(0, np.cumsum(np.bincount(rows, minlength=shape[0])))
         found = places[order], columns[order], starts
-        return cls(*(x.astype(np.int32) for x in found), shape)
+        places, columns, starts = (x.astype(np.int32) for x in found)
+        return cls(places, columns, starts, shape)
 
     def __call__(self, entries: Array, x: Array) -> Array:
         """Return the product with columns (n, c), given all entries of the precision
         or a function of them."""
-        return _product(self.shape, self.columns, self.starts, entries[self.places], x)
+
+        def product(values: Array, x: Array) -> Array:
+            wide = jnp.pad(x, [(0, 0), (0, max(0, _FEWEST - x.shape[1]))])
+            rows: Any = values, self.columns, self.starts
+            found: Array = BCSR(rows, shape=self.shape) @ wide
+            return found[:, : x.shape[1]]
+
+        return _by_columns(product)(entries[self.places], x)
 
 
-def _product(shape: Any, columns: Any, starts: Any, values: Array, x: Array) -> Array:
-    # JAX has no fast product for several matrices, nor for few columns.
-    @jax.custom_batching.custom_vmap
-    def product(values: Array, x: Array) -> Array:
-        wide = jnp.pad(x, [(0, 0), (0, max(0, _FEWEST - x.shape[1]))])
-        found: Array = BCSR((values, columns, starts), shape=shape) @ wide
-        return found[:, : x.shape[1]]
+def _by_columns(function: Callable[[Array, Array], Array]) -> Any:
+    """Return a function of values and of columns (n, c). Under ``vmap`` it takes all
+    columns together, and several sets of values one after the other: JAX has no fast
+    product of several sparse matrices, and vectors of many draws at once would not fit
+    into memory."""
+    single = jax.custom_batching.custom_vmap(function)
 
-    @product.def_vmap
-    def _batched(size: int, batched: Any, values: Array, x: Array) -> Any:
+    @single.def_vmap
+    def _(size: int, batched: Any, values: Array, x: Array) -> Any:
         if batched[0]:
             x = x if batched[1] else jnp.broadcast_to(x, (size, *x.shape))
-            return lax.map(lambda both: product(*both), (values, x)), True
-        flat = jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1)
-        found = product(values, flat).reshape(shape[0], size, -1)
-        return jnp.moveaxis(found, 1, 0), True
+            return lax.map(lambda both: single(*both), (values, x)), True
+        found = single(values, jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1))
+        return jnp.moveaxis(found.reshape(len(found), size, -1), 1, 0), True
 
-    return product(values, x)
+    return single
 
 
 class _Reduced(NamedTuple):
@@ -325,17 +331,25 @@ class _Reduced(NamedTuple):
             p = r + jnp.where(size > 0, after / jnp.where(size > 0, size, 1), 0) * p
             return step + 1, x, r, p, after
 
-        start = 0, jnp.zeros_like(b), b, b, jnp.square(b).sum(0)
+        start = jnp.int32(0), jnp.zeros_like(b), b, b, jnp.square(b).sum(0)
         return self._completed(own, lax.while_loop(going, further, start)[1])
 
     def power(self, exponent: float, y: Array) -> Array:
-        """Return ``(I - X)^exponent y``, (R, c), a few columns at a time."""
+        """Return ``(I - X)^exponent y``, (R, c)."""
+
+        def found(entries: Array, y: Array) -> Array:
+            return _Reduced.of(self.structure, entries)._power(exponent, y)
+
+        return _by_columns(found)(self.entries, y)
+
+    def _power(self, exponent: float, y: Array) -> Array:
+        """Return :meth:`power`, a few columns at a time."""
         count = -(-y.shape[1] // _COLUMNS)
         if count <= 1:
             return _Lanczos.of(self, y).applied(lambda x: x**exponent)
         wide = jnp.pad(y, [(0, 0), (0, count * _COLUMNS - y.shape[1])])
         cut = jnp.moveaxis(wide.reshape(len(y), count, _COLUMNS), 1, 0)
-        found = lax.map(partial(self.power, exponent), cut)
+        found = lax.map(partial(self._power, exponent), cut)
         return jnp.moveaxis(found, 0, 1).reshape(len(y), -1)[:, : y.shape[1]]
 
     def half(self, b: Array) -> Array:
@@ -385,6 +399,7 @@ class _Lanczos(NamedTuple):
     :param values: eigenvalues of the tridiagonal matrices, (c, steps).
     :param vectors: eigenvectors, (c, steps, steps).
     :param norms: norms of the columns, (c,).
+    :param residuals: relative residuals of the linear systems, (c,).
     """
 
     basis: Array
@@ -392,6 +407,7 @@ class _Lanczos(NamedTuple):
     values: Array
     vectors: Array
     norms: Array
+    residuals: Array
 
     @classmethod
     def of(cls, reduced: _Reduced, columns: Array) -> _Lanczos:
@@ -423,14 +439,14 @@ class _Lanczos(NamedTuple):
 
         ones = jnp.ones_like(norms)
         basis = jnp.zeros((most, size, number), columns.dtype)
-        start = 0, basis, zeros + 1, zeros, first, 0 * first, ones, ones
-        steps, basis, diagonal, beside, _, _, pivot, _ = lax.while_loop(
+        start = jnp.int32(0), basis, zeros + 1, zeros, first, 0 * first, ones, ones
+        steps, basis, diagonal, beside, _, _, pivot, residuals = lax.while_loop(
             going, further, start
         )
         beside = jnp.where(np.arange(most)[:, None] < steps - 1, beside, 0)[:-1]
         matrix = jax.vmap(lambda d, b: jnp.diag(d) + jnp.diag(b, 1) + jnp.diag(b, -1))
         whole = matrix(diagonal.T + 0 * pivot[:, None], beside.T)
-        return cls(basis, steps, *linalg.eigh(whole), norms)
+        return cls(basis, steps, *linalg.eigh(whole), norms, residuals)
 
     def applied(self, function: Callable[[Array], Array]) -> Array:
         """Return a function of ``I - X`` times the columns, (R, c)."""
@@ -548,6 +564,8 @@ class Iterative(Sparse):
         of_nodes = jnp.log(reduced.own).sum() - 2 * jnp.log(reduced.root).sum()
         of_nodes += forms.sum() + each.mean()
         noise = each.std(ddof=1) / (2 * DRAWS**0.5)
+        # The error of quadrature, if it has not converged.
+        noise += jnp.square(spaces.residuals).max() * len(reduced.root) / 2
 
         # The vectors are not drawn: they are weighted like all draws together.
         weights = np.repeat([1, DRAWS**-0.5], [largest.shape[1], DRAWS])
@@ -569,7 +587,8 @@ class Iterative(Sparse):
             mean, entries, gains @ whitener[0].T, whitener[0], draws, moved, near,
             of_nodes, noise,
         )  # fmt: skip
-        return IterativeMoments(*(x[None] for x in arrays), self)
+        leading: Any = (x[None] for x in arrays)
+        return IterativeMoments._make((*leading, self))
 
 
 # Natural parameters and moments hold their structure, which has no arrays.

@@ -391,7 +391,7 @@ class Extended:
         ones; as bytes of int64.
     """
 
-    known: SparseMoments
+    known: Any
     structure: Sparse
     places: bytes
 
@@ -411,7 +411,8 @@ class Extended:
     @property
     def mean(self) -> Array:
         """Means, (1, N + K)."""
-        return jnp.where(self._new, 0, self.known.mean[:, self._places])
+        known: Array = self.known.mean
+        return jnp.where(self._new, 0, known[:, self._places])
 
     @property
     def variances(self) -> Array:
