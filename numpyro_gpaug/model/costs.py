@@ -63,7 +63,7 @@ class Purpose(NamedTuple):
         cheap = structure.cost(rows) < _OVERHEAD
         return cheap and largest < self.apart and not self.too_costly(structure, rows)
 
-    def too_costly(self, structure: JointStructure, rows: int) -> bool:
+    def too_costly(self, structure: Structure, rows: int) -> bool:
         """Whether a form should rather not be factorised.
 
         :param structure: a structure in that form.

@@ -207,10 +207,10 @@ def _colourings(own: Field, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
 
 
 def _iterative(
-    structure: JointStructure,
+    structure: Structure,
     told: Iterable[tuple[Grouping, tuple[Any, Any, Any]]],
     pairs: tuple[Array, Array] | None,
-) -> JointStructure | None:
+) -> Structure | None:
     """Return a structure in which the latents of all large groupings are nodes of a
     precision that is not factorised, the largest grouping first; ``None`` if there are
     fewer than two.

@@ -64,6 +64,12 @@ def _eps(natural: Any) -> float:
     return float(jnp.finfo(natural.potential.dtype).eps)
 
 
+def _is_estimated(natural: Any) -> bool:
+    """Whether the log-determinant of a precision is estimated."""
+    structure = getattr(natural, "structure", None)
+    return structure is not None and not structure.factorised
+
+
 @few
 def lost(natural: Natural) -> Array:
     """Return the error of the bound, in nats, due to rounding of natural parameters, or
@@ -78,7 +84,8 @@ def lost(natural: Natural) -> Array:
     for each in natural.values():
         inflated, moved = _inflated_and_displaced(each)
         total += _eps(each) * jnp.linalg.norm(inflated) + moved.sum()
-        total += jnp.sum(getattr(each.moments(), "noise", 0))
+        if _is_estimated(each):
+            total += each.moments().noise.sum()
     return jnp.asarray(total)
 
 
@@ -90,7 +97,7 @@ def warn_of_lost(nats: Array, natural: Natural, structure: Structure) -> None:
     :param natural: natural parameters of all blocks.
     :param structure: the structure of the model.
     """
-    estimated = isinstance(structure, JointStructure) and not structure.form.factorised
+    estimated = any(map(_is_estimated, natural.values()))
     if np.asarray(nats) > LOST and estimated:
         warnings.warn(
             "the log-determinant of the precision is estimated, since its factor would "
