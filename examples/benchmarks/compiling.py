@@ -29,7 +29,7 @@ from common import THREADS, machine, print_table, versions
 # What a user sets stands; these are XLA's own values.
 DEFAULTS = {
     "xla_cpu_use_fusion_emitters": "true", "xla_backend_optimization_level": "3",
-    "xla_cpu_parallel_codegen_split_count": "32",
+    "xla_cpu_parallel_codegen_split_count": "32", "xla_disable_hlo_passes": "",
 }  # fmt: skip
 COLUMNS = {
     "workload": "", "cold": ".2f", "cold_default": ".2f", "cold_ratio": ".2f",

@@ -24,9 +24,12 @@ if version("jaxlib") == "0.10.2":
 # Loops are left as they are written: the graph is still optimised, and linear algebra
 # is done by libraries. In one piece: each of the 32 that a program is cut into to be
 # compiled at once would take a millisecond more than the code in it.
+# Two passes over loops are left out: they run again after every other simplification,
+# a fifth of the time to compile a fit, and find nothing in its loops that pays.
 _QUICK: dict[str, Any] = {
     **_OPTIONS,
     "xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1,
+    "xla_disable_hlo_passes": "while-loop-invariant-code-motion,simplify-while-loops",
 }  # fmt: skip
 # With fewer numbers in its arguments a program is compiled quickly: a fit, of some
 # hundred steps, and what is run some times only, as predictions are.
