@@ -9,24 +9,280 @@ from collections.abc import Callable
 from math import prod
 from typing import Any
 
+import jax
+import numpyro.distributions as dist
 from jax import Array
 
 from numpyro_gpaug.errors import NotConjugateError
-from numpyro_gpaug.likelihoods.expectations import Route
+from numpyro_gpaug.likelihoods.augmentation import lookup_augmentation
+from numpyro_gpaug.likelihoods.expectations import (
+    Route,
+    base_distribution,
+    lookup_correlated,
+    lookup_expectation,
+)
 from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.correlated_data import correlated_axes
 from numpyro_gpaug.model.costs import FEWEST_NODES, FIT, Purpose
 from numpyro_gpaug.model.domains import find_missing_link
+from numpyro_gpaug.model.exponentials import has_form
 from numpyro_gpaug.model.forms import Asked, find_form, find_sparse, refuse_large
+from numpyro_gpaug.model.frontier import (
+    Separation,
+    frontier,
+    separation,
+    single_inputs,
+)
 from numpyro_gpaug.model.indices import check_indices, program_of_others
+from numpyro_gpaug.model.jaxpr import called_name, has_other_derivative, source_of
 from numpyro_gpaug.model.joint import JointView
-from numpyro_gpaug.model.joint_reading import Reading
 from numpyro_gpaug.model.latents import (
     GaussianSite,
     Structure,
 )
 from numpyro_gpaug.model.loops import refuse_reversed
-from numpyro_gpaug.model.structure import any_key
+from numpyro_gpaug.model.observations import check_constants
+from numpyro_gpaug.model.program import Program
+from numpyro_gpaug.model.structure import Observed, any_key, run_model
 from numpyro_gpaug.model.survey import Survey
+from numpyro_gpaug.model.whitened import (
+    Parts,
+    elementwise_expectation,
+    parts_of,
+    whitened,
+)
+
+# Why a site is held that is multiplied by another, say.
+IN_DENSITY = "in the density"
+_SEVERAL = "several function values"
+_OTHER_DERIVATIVE = " has a custom derivative, which is not that of its values"
+
+
+class Reading:
+    """A model read as a function of some of its Gaussian sites.
+
+    :param survey: the survey of the model.
+    :param purpose: the purpose of the Gaussian.
+    :param sites: the Gaussian sites.
+    :param fields: names of the sites in coordinates of their own.
+    """
+
+    def __init__(
+        self,
+        survey: Survey,
+        purpose: Purpose,
+        sites: tuple[GaussianSite, ...],
+        fields: tuple[str, ...],
+    ) -> None:
+        self._given = survey, purpose, fields
+        self._survey, self._projected, self.sites = survey, purpose.projected, sites
+        self._small = {s.name for s in sites if prod(s.shape) <= purpose.held}
+        self.classes: dict[str, type] = {}
+        # Whether a registered likelihood takes one predictor for each datum, by site.
+        self._single: dict[str, bool] = {}
+        self._separations: dict[int, Separation] = {}
+        shapes = {s.name: jax.ShapeDtypeStruct(s.shape, survey.dtype) for s in sites}
+        self._processes = set(survey.functions)
+
+        def parts(z: dict[str, Array]) -> Parts:
+            seeded = whitened(survey.model, z, fields)
+            trace = run_model(seeded, survey.arguments, jax.random.key(0), {})
+            check_constants(trace)
+            for name in survey.observed:
+                fn = trace[name]["fn"]
+                cls = self.classes[name] = type(base_distribution(fn))
+                known = elementwise_expectation(fn) or lookup_correlated(cls)
+                self._single[name] = known is not None or bool(correlated_axes(fn))
+            return parts_of(trace, tuple(z), tuple(survey.observed), fields)
+
+        self.program = Program(parts, shapes | survey.functions)
+        self.parts: Parts = self.program.outputs
+
+    def without(self, name: str) -> Reading:
+        """Return the reading of the model as a function of all sites but one."""
+        survey, purpose, fields = self._given
+        rest = tuple(s for s in self.sites if s.name != name)
+        return Reading(survey, purpose, rest, fields)
+
+    def chosen(self, blamed: dict[str, str]) -> tuple[str, Reading]:
+        """Return the site to fix at a point estimate, and the reading without it.
+
+        It is the smallest site without which all others can be part of the joint
+        Gaussian. Among several of this size, it is one that leaves most observed sites
+        in closed form. If there is no such site, it is the smallest candidate.
+
+        :param blamed: candidates, with the reason for each.
+        """
+        # Names in the order of the model: those blamed come from a set.
+        sizes = {s.name: prod(s.shape) for s in self.sites if s.name in blamed}
+        tried: dict[str, Reading] = {}
+        passed: dict[str, int] = {}
+        for name in sorted(sizes, key=lambda name: sizes[name]):
+            if passed and sizes[name] > sizes[next(iter(passed))]:
+                break
+            found = tried[name] = self.without(name)
+            if not found.blamed():
+                routes = [found.observed(k).route for k in self._survey.observed]
+                passed[name] = sum(route is Route.GAUSS_HERMITE for route in routes)
+        best = passed or sizes
+        name = min(best, key=lambda k: best[k])
+        return name, tried[name]
+
+    def _sources(self, tree: Any) -> set[str]:
+        leaves = jax.tree.leaves(tree)
+        found = {k for x in leaves for k in self.program.value(x.variable).state}
+        return found - self._processes
+
+    def blamed(self) -> dict[str, str]:
+        """Return the sites that cannot all be part of a joint Gaussian, with the reason
+        for each."""
+        for name, spread in self.parts.spreads.items():
+            if sources := self._sources(spread):
+                return {s: f"it is in the scale of {name!r}" for s in sources}
+        for name, law in self.parts.others.items():
+            if sources := self._sources(law.tree[0]):
+                return {s: f"the prior of {name!r} depends on it" for s in sources}
+        for name in self._survey.observed:
+            if reason := self._why_not(name):
+                density = self.parts.densities[name].variable
+                sources = set(self.program.value(density).state) - self._processes
+                if len(sources) < 2 and not sources & self._small:
+                    raise NotConjugateError(
+                        f"site {name!r}: its log-density is not a sum over data of "
+                        f"differentiable functions of one or two affine predictors: "
+                        f"{reason}. {_instead(reason)}; MCMC(NUTS(model)) samples any "
+                        "model"
+                    )
+                return {s: f"{IN_DENSITY} of {name!r}, {reason}" for s in sources}
+        return {}
+
+    def _why_not(self, name: str) -> str | None:
+        if not self.program.depends(self.parts.densities[name].variable):
+            return None
+        if self._closed(name):
+            return self._mixed_residual(tuple(self._carriers(name)))
+        variable = self.parts.densities[name].variable
+        apart = self._separation(variable)
+        if apart.reason is not None:
+            return apart.reason
+        found = frontier(self.program, [variable], apart.columns)
+        for eqn, *_ in found.rest:
+            if has_other_derivative(eqn):
+                return f"{called_name(eqn)}{source_of(eqn)}{_OTHER_DERIVATIVE}"
+        return self._mixed_residual(found.roots)
+
+    def _separation(self, variable: int) -> Separation:
+        """Return how a density separates into a sum over data; the result is cached."""
+        if variable not in self._separations:
+            self._separations[variable] = separation(self.program, [variable])
+        return self._separations[variable]
+
+    def _mixed_residual(self, roots: tuple[int, ...]) -> str | None:
+        """Return why the residual variances cannot be computed, or ``None``. Given the
+        inducing values, a sparse process has a variance of its own at each input. Its
+        values at several inputs are correlated, and so are two predictors of one
+        process; these correlations are not computed."""
+        for process in () if self._projected else self._processes:
+            states = [self.program.value(r).state for r in roots]
+            pairs = zip(roots, states, strict=True)
+            reached = [(r, s[process]) for r, s in pairs if process in s]
+            if all(s.elementwise for _, s in reached) and len(reached) < 2:
+                continue
+            variables = [r for r, _ in reached]
+            single = single_inputs(self.program, process, variables)
+            if len(reached) > 1 or not single or process in self._survey.loaded:
+                return (
+                    f"{_SEVERAL} of the sparse process {process!r} reach one datum: "
+                    "at several inputs, by two predictors, or of outputs that share "
+                    "latents by loadings"
+                )
+        return None
+
+    def _closed(self, name: str) -> bool:
+        """Whether the only dependence on latents is through the parameters of a
+        registered likelihood, which are affine, and of which no two depend on the same
+        latent. Only exact samplers may have several for a datum."""
+        if not (self._projected or self._single[name]):
+            return False
+        carriers = [x for x in self._carriers(name) if self.program.depends(x)]
+        if not carriers or not all(map(self.program.affine, carriers)):
+            return False
+        sources = [k for x in carriers for k in self.program.value(x).state]
+        leaves = jax.tree.leaves(self.parts.rest[name])
+        alone = len(sources) == len(set(sources))
+        return alone and not any(self.program.depends(x.variable) for x in leaves)
+
+    def _carriers(self, name: str) -> list[Any]:
+        """Return the variables of the parameters of a registered likelihood."""
+        return [x.variable for x in self.parts.parameters.get(name, {}).values()]
+
+    def kept(self, site: GaussianSite) -> GaussianSite:
+        """Return a site with the members that a prediction keeps from the fit. Members
+        are kept where data outside the plates of the site depend on it, by codes, even
+        if other data have a row for each member.
+
+        :param site: one of the Gaussian sites.
+        """
+        inside = self._survey.inside
+        for name in self._survey.observed:
+            density = self.program.value(self.parts.densities[name].variable)
+            if site.name in density.state and not inside[site.name] & inside[name]:
+                return site._replace(local=False)
+        return site
+
+    def observed(self, name: str) -> Observed:
+        """Return an observed site with its route."""
+        cls = self.classes[name]
+        augmented = lookup_augmentation(cls) is not None
+        variable = self.parts.densities[name].variable
+        if not self.program.depends(variable):
+            return Observed(
+                name, (), (), Route.CONSTANT, (), augmented, log_concave=False,
+                reason=None,
+            )  # fmt: skip
+        if self._closed(name) and (several := lookup_correlated(cls)):
+            return Observed(
+                name, (several.latent,), ((),), Route.CORRELATED, (), augmented,
+                log_concave=True, reason=None,
+            )  # fmt: skip
+        if self._closed(name):
+            expectation = lookup_expectation(cls)
+            concave = expectation is not None and expectation.log_concave
+            parameters = self.parts.parameters[name]
+            known = [tuple(sorted(self._sources(x))) for x in parameters.values()]
+            return Observed(
+                name, tuple(parameters), tuple(known), Route.CLOSED_FORM, (), augmented,
+                concave, None, correlated=self._survey.correlated[name],
+            )  # fmt: skip
+        apart = self._separation(variable)
+        found = frontier(self.program, [variable], apart.columns)
+        num, form = len(found.roots), has_form(found, self.program.avals)
+        return Observed(
+            name, tuple(f"predictor {i}" for i in range(num)), ((),) * num,
+            Route.EXPONENTIAL if form else Route.GAUSS_HERMITE, (), augmented=False,
+            log_concave=False, reason=None, factor=cls is dist.Unit,
+            columns=apart.columns, indexed=apart.indexed,
+        )  # fmt: skip
+
+
+def _instead(reason: str) -> str:
+    """Return the advice for a likelihood that is refused for this reason."""
+    if reason.startswith("scan "):
+        return (
+            "The state of a scan has to be affine in Gaussian latents. Let its steps "
+            "return, or observe, functions that are not, such as exp(level)"
+        )
+    if reason.endswith(_OTHER_DERIVATIVE):
+        return "Leave its derivative to JAX, or define the derivative of its values"
+    if reason.startswith(_SEVERAL):
+        return (
+            "Write the process without inducing inputs, "
+            'numpyro.sample("f", dist.MultivariateNormal(mean, kernel(X, X)))'
+        )
+    return (
+        "Combine data by operations on the affine predictor, before its link. Write a "
+        "softmax as Categorical(logits=eta) or Multinomial(total, logits=eta)"
+    )
 
 
 def inspect_joint(
@@ -64,13 +320,13 @@ def read_joint(
     size = sum(prod(own.shape) for own in survey.fields.values())
     if purpose.fields and survey.observed and size >= FEWEST_NODES:
         _warn_of_rounding(survey)
-        found = _read(model, purpose, arguments, survey, tuple(survey.fields))
+        found = _read(survey, purpose, tuple(survey.fields))
         if found is not None:
             asked, _ = _asked(found, model, arguments)
             sparse = find_sparse(found, asked, purpose, survey.fields)
             if sparse is not None:
                 return sparse
-    found = _read(model, purpose, arguments, survey, ())
+    found = _read(survey, purpose, ())
     assert found is not None
     return found
 
@@ -126,32 +382,27 @@ def _asked(
 
 
 def _read(
-    model: Callable[..., Any],
-    purpose: Purpose,
-    arguments: Arguments,
-    survey: Survey,
-    fields: tuple[str, ...],
+    survey: Survey, purpose: Purpose, fields: tuple[str, ...]
 ) -> Structure | None:
     """Return the structure of a model, before a form is chosen; ``None`` if a site in
     coordinates of its own cannot be part of the Gaussian.
 
+    :param survey: the survey of the model.
+    :param purpose: see :func:`~numpyro_gpaug.model.forms.find_form`.
     :param fields: names of the sites in coordinates of their own.
     """
-    sites, held = tuple(survey.candidates), [*survey.held]
-    own = {k: survey.fields[k] for k in fields}
+    own, held = {k: survey.fields[k] for k in fields}, [*survey.held]
     sites = tuple(
-        s._replace(shape=own[s.name].shape) if s.name in own else s for s in sites
+        s._replace(shape=own[s.name].shape) if s.name in own else s
+        for s in survey.candidates
     )
-    while True:
-        found = Reading(model, arguments, sites, survey, purpose, fields)
-        if not (blamed := found.blamed()):
-            break
+    found = Reading(survey, purpose, sites, fields)
+    while blamed := found.blamed():
         if not own.keys().isdisjoint(blamed):
             return None
-        name, reason = _chosen(model, arguments, sites, survey, purpose, blamed, fields)
-        held.append((name, reason))
-        sites = tuple(s for s in sites if s.name != name)
-    sites = tuple(found.kept(s) for s in sites)
+        name, found = found.chosen(blamed)
+        held.append((name, blamed[name]))
+    sites = tuple(found.kept(s) for s in found.sites)
     refuse_reversed(found.program, survey.scanned)
     if missing := find_missing_link(found.program, found.classes, found.parts.bounded):
         raise NotConjugateError(missing)
@@ -159,7 +410,8 @@ def _read(
     names = {s.name for s in sites}
     others = {k: survey.shapes[k] for k in survey.latent if k not in names}
     if any(others.values()):
-        check_indices(program_of_others(model, arguments, others, {}, survey.dtype))
+        given = survey.model, survey.arguments, others, {}, survey.dtype
+        check_indices(program_of_others(*given))
     return Structure(
         blocks=(),
         others=tuple(n for n in survey.latent if n not in names),
@@ -174,42 +426,6 @@ def _read(
         process_names=tuple(survey.functions),
         fields=fields,
     ).with_sites(sites)
-
-
-def _chosen(
-    model: Callable[..., Any],
-    arguments: Arguments,
-    sites: tuple[GaussianSite, ...],
-    survey: Survey,
-    purpose: Purpose,
-    blamed: dict[str, str],
-    fields: tuple[str, ...],
-) -> tuple[str, str]:
-    """Return the site to fix at a point estimate, and the reason.
-
-    It is the smallest site without which all others can be part of the joint Gaussian.
-    Among several of this size, it is one that leaves most observed sites in closed
-    form. If there is no such site, it is the smallest candidate.
-
-    :param blamed: candidates, with the reason for each.
-    """
-    # Names in the order of the model: those blamed come from a set.
-    sizes = {s.name: prod(s.shape) for s in sites if s.name in blamed}
-    passed: dict[str, int] = {}
-    for name in sorted(sizes, key=lambda name: sizes[name]):
-        if passed and sizes[name] > sizes[next(iter(passed))]:
-            break
-        rest = tuple(s for s in sites if s.name != name)
-        found = Reading(model, arguments, rest, survey, purpose, fields)
-        if not found.blamed():
-            routes = [found.observed(k).route for k in survey.observed]
-            passed[name] = sum(route is Route.GAUSS_HERMITE for route in routes)
-    chosen = (
-        min(passed, key=lambda k: passed[k])
-        if passed
-        else min(sizes, key=lambda k: sizes[k])
-    )
-    return chosen, blamed[chosen]
 
 
 def warn_of_points(

@@ -59,7 +59,7 @@ class Survey:
         data: tuple[str, ...] = (),
         values: dict[str, Array] | None = None,
     ) -> None:
-        self._data = data
+        self.model, self.arguments, self._data = model, arguments, data
         self.classes: dict[str, type] = {}
         self.candidates: list[GaussianSite] = []
         self.latent: list[str] = []
