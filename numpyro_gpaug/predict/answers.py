@@ -14,10 +14,10 @@ from numpyro import handlers
 from numpyro.distributions import Distribution
 
 from numpyro_gpaug.errors import NotConjugateError
-from numpyro_gpaug.gaussians.base import Marginals
+from numpyro_gpaug.gaussians.base import Marginals, gaussian_factors, selected
 from numpyro_gpaug.gp.conditional import Conditional
 from numpyro_gpaug.gp.markov import times_of
-from numpyro_gpaug.guides.function_posterior import Fit
+from numpyro_gpaug.guides.function_posterior import Fit, InducingPosterior
 from numpyro_gpaug.likelihoods.expectations import (
     Route,
     base_distribution,
@@ -33,7 +33,6 @@ from numpyro_gpaug.model.predictors import of_site
 from numpyro_gpaug.model.structure import Observed
 from numpyro_gpaug.model.view import ModelView
 from numpyro_gpaug.predict.added_rows import joint_draws
-from numpyro_gpaug.predict.left_out import left_out
 from numpyro_gpaug.predict.mixture import FunctionValues
 
 Drawn = tuple[Array, Array]
@@ -134,7 +133,7 @@ class Answers:
     def left_out(self, view: Any, fit: Fit, site: str) -> Distribution:
         """Return the distribution of each observation given all others."""
         check_observed(site, view.message(site), "leave_one_out")
-        return self._predictive(left_out(self._posterior, view, fit), view, site)
+        return self._predictive(_left_out(self._posterior, view, fit), view, site)
 
     def log_prob(self, view: Any, fit: Fit, site: str) -> Array:
         """Return the density of observations."""
@@ -247,6 +246,42 @@ class JointAnswers(Answers):
         check_observed(site, view.message(site), "leave_one_out")
         observed, q = self.observed(site), self._at_prior(view, fit)
         return view.left_out(observed, q).predictive(observed, q)
+
+
+def _left_out(posterior: object, view: ModelView, fit: Fit) -> dict[str, Marginals]:
+    """Return marginals of every block's affine map, each value without its own factor.
+
+    At the optimum of the bound the Gaussian of a block is its prior times Gaussian
+    factors, one for each value, which follow from derivatives of the expected
+    log-likelihood. The marginal of each value is divided by its factor, without the
+    residual variance given the latents.
+
+    :param posterior: the guide's posterior of function values.
+    :param view: the model at rows of the fit, with their observations.
+    :param fit: the fitted quantities.
+    :raises NotConjugateError: for a posterior that is not a Gaussian on inducing
+        values.
+    """
+    if not isinstance(posterior, InducingPosterior):
+        raise NotConjugateError(
+            "leave_one_out needs a fit of AutoSparseGP, whose function values have "
+            "a Gaussian factor for each observation"
+        )
+    maps, chosen = view.maps(fit.factors), view.selected()
+    at = posterior.marginals(view, fit)
+    slopes = jax.grad(lambda at: view.expected_log_likelihood(at, "exact"))(at)
+    found = {}
+    for name, (mean, variance) in at.items():
+        q = selected(fit.moments[name], chosen.get(name))
+        residual = maps[name].given(q.mean).variance
+        precision = gaussian_factors(at[name], slopes[name]).precision
+        explained = variance - residual
+        kept = 1 - precision * explained
+        # Not of this fit: its Gaussian holds less than the factor that is taken away.
+        without = jnp.where(kept > 0, explained / kept, jnp.nan)
+        moved = mean - slopes[name].mean * without
+        found[name] = Marginals(moved, residual + without)
+    return found
 
 
 def check_observed(site: str, message: dict[str, Any], method: str) -> None:

@@ -10,6 +10,7 @@ from functools import wraps
 from os import PathLike
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+import jax
 import numpy as np
 import numpyro.distributions as dist
 from jax import Array
@@ -31,7 +32,6 @@ from numpyro_gpaug.model.observations import check_observations
 from numpyro_gpaug.model.structure import remembered
 from numpyro_gpaug.predict.arguments import FitArguments
 from numpyro_gpaug.predict.calls import Calls
-from numpyro_gpaug.predict.left_out import check_left_out
 from numpyro_gpaug.predict.mixture import Fitted, FunctionValues
 from numpyro_gpaug.predict.predictor import Predictor, is_traced, predictor_for
 from numpyro_gpaug.predict.saved import SavedFit, read_fit, write_fit
@@ -472,7 +472,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         called = self._calls.joined(args, kwargs)
         found = self._calls.stream("left_out", called, observed.name, batch_size)
         if not is_traced(called[0]):
-            check_left_out(found, self.model, self.structure, called[0])
+            _check_left_out(found, self.model, self.structure, called[0])
         return found
 
     @_as_fitted
@@ -571,3 +571,22 @@ def _warn_of_quadrature(errors: dict[str, float]) -> None:
                 "MCMC(EllipticalSlice(model)) draws from the exact posterior",
                 stacklevel=5,
             )
+
+
+def _check_left_out(
+    found: object, model: Callable[..., Any], structure: Structure, arguments: Arguments
+) -> None:
+    """Raise if no Gaussian was found for :meth:`Posterior.leave_one_out`.
+
+    :param found: the predictive distribution.
+    :param model: the model.
+    :param structure: its structure.
+    :param arguments: its arguments, observations included.
+    """
+    if any(np.isnan(leaf).any() for leaf in jax.tree.leaves(found)):
+        check_observations(whole_plates(model), structure, arguments)
+        raise ValueError(
+            "the posterior contains less information than these observations. Pass "
+            "the rows that it was fitted to, and fit until the bound no longer "
+            "rises"
+        )
