@@ -410,8 +410,8 @@ def _read(
     names = {s.name for s in sites}
     others = {k: survey.shapes[k] for k in survey.latent if k not in names}
     if any(others.values()):
-        given = survey.model, survey.arguments, others, {}, survey.dtype
-        check_indices(program_of_others(*given))
+        given = survey.model, survey.arguments, others
+        check_indices(program_of_others(*given, {}, survey.dtype))
     return Structure(
         blocks=(),
         others=tuple(n for n in survey.latent if n not in names),
