@@ -8,18 +8,17 @@ Gaussian on inducing values; a guide with another parametrisation brings its own
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_gpaug.gaussians.base import Marginals
+from numpyro_gpaug.gaussians.base import Marginals, selected
 from numpyro_gpaug.gaussians.dense import Moments
 from numpyro_gpaug.gp.conditional import Conditional
 from numpyro_gpaug.gp.process import GaussianProcess
 from numpyro_gpaug.gp.projection import Projected, Whitener, lead, project
-from numpyro_gpaug.model.marginals import block_marginals
 from numpyro_gpaug.model.structure import Block
 from numpyro_gpaug.model.view import ModelView
 
@@ -147,6 +146,22 @@ class InducingPosterior:
             return prior.mean(X) + shift
 
         return GaussianMeasure(mean, kernel)
+
+
+def block_marginals(
+    view: ModelView, maps: Mapping[str, Any], moments: dict[str, Moments]
+) -> dict[str, Marginals]:
+    """Return marginals of blocks under independent Gaussians on them.
+
+    :param view: the view of the model.
+    :param maps: affine maps, by block.
+    :param moments: moments of all latents of every block, latent axis first.
+    """
+    chosen = view.selected()
+    return {
+        name: map_.marginals(selected(moments[name], chosen.get(name)))
+        for name, map_ in maps.items()
+    }
 
 
 def inducing_factors(view: ModelView) -> dict[str, Whitener]:

@@ -23,7 +23,7 @@ from numpyro_gpaug.gaussians.dense import Moments
 from numpyro_gpaug.gaussians.pairs import PairedMap
 from numpyro_gpaug.guides.base import ConjugateGuide
 from numpyro_gpaug.guides.function_posterior import InducingPosterior
-from numpyro_gpaug.guides.sparse_gp import NATURAL
+from numpyro_gpaug.guides.sparse_gp import NATURAL, with_latent_axis
 from numpyro_gpaug.math.compiling import few
 from numpyro_gpaug.math.linalg import precise
 from numpyro_gpaug.model.arguments import Arguments
@@ -34,7 +34,6 @@ from numpyro_gpaug.model.gaussians import field
 from numpyro_gpaug.model.inspect_joint import inspect_joint
 from numpyro_gpaug.model.joint import JointView
 from numpyro_gpaug.model.latents import JOINT, Grouping, Structure
-from numpyro_gpaug.model.marginals import with_latent_axis
 from numpyro_gpaug.model.structure import Block, any_key, remembered
 from numpyro_gpaug.model.whitened import whitened
 

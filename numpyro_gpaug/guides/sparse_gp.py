@@ -18,6 +18,7 @@ from numpyro.distributions import biject_to, constraints
 from numpyro.infer.autoguide import AutoDelta
 
 from numpyro_gpaug.distributions.gaussian import BlockGaussian
+from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.gaussians.dense import Moments, NaturalGaussian
 from numpyro_gpaug.guides.base import ConjugateGuide
 from numpyro_gpaug.guides.function_posterior import InducingPosterior
@@ -33,7 +34,6 @@ from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.inspect_joint import warn_of_points
 from numpyro_gpaug.model.jaxpr import dependence_on_arrays
 from numpyro_gpaug.model.latents import Structure
-from numpyro_gpaug.model.marginals import moments_of, with_latent_axis
 from numpyro_gpaug.model.structure import (
     Block,
     conditional_of,
@@ -339,3 +339,35 @@ def _prior_scales(
 
 def _filled(x: Any, block: Block) -> Array:
     return jnp.broadcast_to(jnp.asarray(x, block.dtype), block.shape)
+
+
+def with_latent_axis(q: Moments) -> Moments:
+    """Return moments with a leading axis over latents, of size 1 for a single one."""
+    if q.mean.ndim > 1:
+        return q
+    return Moments(*(x[None] for x in q))
+
+
+def moments_of(fn: dist.Distribution) -> Moments:
+    """Return moments of a guide's Gaussian.
+
+    :param fn: :class:`~numpyro_gpaug.distributions.BlockGaussian`, independent normals,
+        or a multivariate normal (possibly one per latent).
+    :raises NotConjugateError: for any other distribution.
+    """
+    if isinstance(fn, BlockGaussian):
+        return fn.moments()
+    base = fn
+    while isinstance(base, dist.Independent | dist.ExpandedDistribution):
+        base = base.base_dist
+    if isinstance(base, dist.Normal):
+        loc = jnp.broadcast_to(base.loc, fn.event_shape)
+        scale = jnp.broadcast_to(base.scale, fn.event_shape)
+        whitener = jax.vmap(jnp.diag) if scale.ndim > 1 else jnp.diag
+        return Moments(loc, whitener(scale))
+    if isinstance(base, dist.MultivariateNormal):
+        return BlockGaussian(base.loc, base.scale_tril).moments()
+    raise NotConjugateError(
+        f"the guide puts a {type(base).__name__} on the inducing values, but the "
+        "analytic bound needs a Gaussian. Use AutoSparseGP"
+    )
