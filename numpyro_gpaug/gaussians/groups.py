@@ -209,11 +209,11 @@ class GroupNatural(NamedTuple):
         schur = self.corner - flat.mT @ flat
         whitener = linalg.inverse_cholesky(schur)
         own, corner = self.layout.split(self.potential)
-        white = (inverse * own[..., None, :]).sum(-1)
+        white = small.product(inverse, own[..., None])[..., 0]
         corner = corner - jnp.vecmat(white.reshape(1, -1), flat)
         corner = jnp.vecmat(jnp.matvec(whitener, corner), whitener)
         white = white - jnp.matvec(flat, corner).reshape(white.shape)
-        mean = (inverse * white[..., None]).sum(-2)
+        mean = small.product(inverse.mT, white[..., None])[..., 0]
         cross = small.product(inverse.mT, (flat @ whitener.mT).reshape(half.shape))
         mean = self.layout.joined(mean, corner)
         return GroupMoments(mean, inverse, cross, whitener)

@@ -24,12 +24,15 @@ _Entries = list[list[Any]]
 
 
 def product(left: Array, right: Array) -> Array:
-    """Return ``left @ right`` of matrices (..., R, S) and (..., S, n), as sums that
-    compile together with the surrounding operations. Matrices with many columns are
-    left to XLA: the derivatives of such sums would be sums over long rows."""
-    if max(left.shape[-1], right.shape[-1]) > SMALL:
-        return linalg.precise(jnp.matmul)(left, right)
-    return (left[..., None] * right[..., None, :, :]).sum(-2)
+    """Return ``left @ right`` of matrices (..., R, S) and (..., S, n).
+
+    They are multiplied by XLA. Written as sums of products they, and their derivatives
+    even more, would be sums over short axes: these are left to a library that takes
+    twenty times as long.
+    """
+    if left.shape[-1] == 1:
+        return left * right
+    return linalg.precise(jnp.matmul)(left, right)
 
 
 @jax.custom_jvp
