@@ -256,6 +256,30 @@ def test_integrated_hyperparameters(dtype):
     np.testing.assert_allclose(f, expected[1], atol=0.1)
 
 
+def test_updates_where_steps_are_very_short():
+    """States are then far larger than their noise, and so are rounding errors of
+    gradients in states: slopes along an update must not be computed from these."""
+    t = np.cumsum(np.tile([1e-5, 0.02], 30))
+    y = np.random.default_rng(0).poisson(np.exp(1 + np.sin(5 * t)))
+
+    def model(t, y=None):
+        kernel = kernels.Matern52(1.0, 2.0)
+        f = gpaug.GaussianProcess("f", kernel, markov=True)(t)
+        with numpyro.plate("data", len(t)):
+            numpyro.sample("y", dist.Poisson(jnp.exp(f)), obs=y)
+
+    def bounds(dtype):
+        svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
+        given = jnp.asarray(t, dtype), y
+        return svi.run(jax.random.key(0), 8, *given, progress_bar=False).losses
+
+    found = bounds("float32")
+    with enable_x64(True):
+        expected = bounds("float64")
+    np.testing.assert_allclose(found[-1], expected[-1], rtol=1e-5)
+    np.testing.assert_allclose(expected[-1], expected[-2], rtol=1e-8)
+
+
 def test_plain_numpyro_has_the_density_of_independent_numbers():
     t, y = (jnp.asarray(x[:10], jnp.float32) for x in (T, REAL))
 

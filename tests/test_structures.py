@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from numpyro_gpaug.gaussians import Chain, Dense, Groups, Layout, chain, groups
+from numpyro_gpaug.gaussians.rows import Rows
 from numpyro_gpaug.math.ordering import Order
 from numpyro_gpaug.math.recurrences import filtered, split
 from numpyro_gpaug.testing import check_structure
@@ -14,8 +15,8 @@ from numpyro_gpaug.testing import check_structure
 # Links between the latents of a step and of the next: a walk and noise of every step, a
 # trend with a slope.
 WALK, TREND = np.diag([1.0, 0.0]), np.array([[1.0, 0.5], [0.0, -0.9]])
-# Links, and whiteners of the noise.
-STATE = np.array([[0.7, -0.4, 1.5, 0.0], [0.6, 0.9, -1.0, 2.0]])
+# Links, whiteners of the noise, and units.
+STATE = np.array([[0.7, -0.4, 1.5, 0.0, 2.0], [0.6, 0.9, -1.0, 2.0, 0.5]])
 
 
 def links_of(link, chains, steps, varying=0.2):
@@ -24,7 +25,9 @@ def links_of(link, chains, steps, varying=0.2):
     link, (size, width) = np.asarray(link), np.shape(link)
     found = link * scales[..., None, None]
     found[:, 0, :, :size] = 0
-    return found if size == width else np.tril(found, size)
+    if size < width:
+        found[..., : 2 * size] = np.tril(found[..., : 2 * size], size)
+    return found
 
 
 def precision_of(structure, links):
@@ -104,6 +107,26 @@ def test_a_structure_is_a_dense_gaussian(dtype, monkeypatch, kind, layout, other
     check_structure(
         kind(made[0]), links[0], precision=precision_of, other=other, dtype=dtype
     )
+
+
+def test_information_about_a_chain_is_kept_where_its_prior_changes():
+    layout = Layout(6, 2, 1, 6)
+    links = [jnp.asarray(k * links_of(STATE, 1, 6)) for k in (1.0, 2.0)]
+    before, after = (correlated(layout).prior(float, x) for x in links)
+
+    def given(prior):
+        # The same function of the numbers in any units.
+        own = jnp.arange(1.0, 13).reshape(6, 2) * prior.links[0, ..., -1]
+        rows = Rows(
+            own, jnp.arange(6), jnp.ones((6, 1)), own[:, :0], jnp.zeros((6, 0), int)
+        )
+        one = jnp.ones(6)
+        found = prior.structure.information(rows, one, one)
+        return jax.tree.map(jnp.add, prior.natural, found)
+
+    found = after.rebased(given(before))
+    for x, y in zip(found, given(after), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-6)
 
 
 @pytest.mark.parametrize(("rows", "groups"), [(1, 1), (23, 5), (300, 2**31 - 1)])

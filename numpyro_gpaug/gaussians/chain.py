@@ -12,7 +12,9 @@ The link is one for a random walk, the coefficient for an autoregression, and ze
 independent noise and at the start of a chain. The noise may also have covariances of
 its own, as that of the states of a process of time does
 (:mod:`numpyro_gpaug.gp.chain`): with K lower and :math:`K \epsilon_t` standard normal,
-``K A`` takes the place of A in the precisions below. A datum depends on one step and on
+``K A`` takes the place of A in the precisions below. Such numbers are in units, which
+the prior states, since they may change with hyperparameters. A datum depends on one
+step and on
 ``u``, and adds W (R, R) to the precision of its step, and to the border B (R, K) and
 the corner. (A prediction may depend on two adjacent steps.) The precision is stored in
 these parts and is positive definite by construction.
@@ -327,7 +329,7 @@ class ChainNatural(NamedTuple):
     :param border: B, (1, G, R, K).
     :param corner: the corner of the precision, (1, K, K).
     :param links: A, the transition matrices to each step, (1, chains, steps, R, R);
-        zero at a chain's start. Whiteners of the noise may follow, as in
+        zero at a chain's start. Whiteners of the noise and units may follow, as in
         :func:`~numpyro_gpaug.math.recurrences.split`.
     """
 
@@ -415,7 +417,7 @@ class ChainNatural(NamedTuple):
         if whitener is None:
             return None
         border = self.border.reshape(*self.links.shape[:4], -1)
-        return jnp.concatenate([self.links, self.links[..., :1], border], -1)
+        return jnp.concatenate([self.links, border], -1)
 
 
 @partial(
@@ -429,7 +431,7 @@ class ChainPrior:
 
     :param loc: zeros (1, G R + K).
     :param links: transition matrices (chains, steps, R, R); zero at a chain's start.
-        Whiteners of the noise may follow.
+        Whiteners of the noise and units may follow.
     :param structure: the structure of the latents.
     """
 
@@ -447,6 +449,23 @@ class ChainPrior:
         """The potential and precision."""
         standard = self.structure.standard(self.loc.dtype)
         return standard._replace(links=self.links[None])
+
+    def rebased(self, q: ChainNatural) -> ChainNatural:
+        """Return natural parameters with the links and units of this prior, for the
+        same information as with others."""
+        links = self.links[None]
+        if not self.structure.correlated:
+            return q._replace(links=links)
+        before, own, layout = q.links[..., -1], links[..., -1], q.layout
+        # Information of no data is in no units.
+        ratio = jnp.where(before > 0, own / jnp.where(before > 0, before, 1), 1)
+        ratio = ratio.reshape(1, layout.groups, layout.each)
+        steps, corner = layout.split(q.potential)
+        return ChainNatural(
+            layout.joined(ratio * steps, corner),
+            ratio[..., :, None] * q.groups * ratio[..., None, :],
+            ratio[..., None] * q.border, q.corner, links,
+        )  # fmt: skip
 
     def divergence(self, q: ChainMoments) -> Array:
         """Return KL(q || prior), (1,), as a sum over steps. Each term is as small as
@@ -514,6 +533,20 @@ class ChainPrior:
         first = small.product(whitener[:, :1], along[:, :1])
         white = jnp.concatenate([first, self._apart(q, along, alone)], 1)
         return jnp.concatenate([white.reshape(-1, len(noise)), corner]).T
+
+    def white_mean(self, q: ChainMoments) -> Array:
+        """Return the standard normal numbers behind the means, (1, G R + K), without
+        the small difference of a step and what the step before makes it, for noise
+        that has covariances of its own."""
+        links, whitener = split(self.links)
+        assert q.kept is not None
+        assert whitener is not None
+        steps, corner = self.structure.layout.split(q.mean)
+        along = steps[0].reshape(*links.shape[:3], 1)
+        alone = q.kept[0][..., 2 * links.shape[-1] :][..., :1]
+        first = small.product(whitener[:, :1], along[:, :1])
+        white = jnp.concatenate([first, self._apart(q, along, alone)], 1)
+        return self.structure.layout.joined(white.reshape(steps.shape), corner)
 
     def _apart(self, q: ChainMoments, known: Array, alone: Array) -> Array:
         """Return the white noise of all steps but the first, whose noise has
@@ -610,7 +643,7 @@ class Chain(Groups):
         if not self.correlated:
             return found
         each = self.layout.each
-        eye = jnp.eye(each, 2 * each, each, dtype=dtype)
+        eye = jnp.eye(each, 2 * each + 1, each, dtype=dtype)
         return found._replace(links=found.links + eye)
 
     def prior(self, dtype: Any, links: Array | None = None) -> ChainPrior:
@@ -621,7 +654,7 @@ class Chain(Groups):
         self, potential: Array, groups: Array, border: Array, corner: Array
     ) -> ChainNatural:
         all_steps, each, _, steps = self.layout
-        width = 2 * each if self.correlated else each
+        width = 2 * each + 1 if self.correlated else each
         shape = 1, all_steps // steps, steps, each, width
         links = jnp.zeros(shape, potential.dtype)
         return ChainNatural(potential, groups, border, corner, links)

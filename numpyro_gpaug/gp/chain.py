@@ -168,15 +168,16 @@ class Chain:
 
     @cached_property
     def links(self) -> Array:
-        """The transition matrices of all numbers of a step, and the whiteners of their
-        noise, (T, R, 2 R)."""
+        """The transition matrices of all numbers of a step, the whiteners of their
+        noise, and their units, (T, R, 2 R + 1)."""
         blocks = [
-            (steps.links, small.inverse_lower(steps.lower))
+            (steps.links, small.inverse_lower(steps.lower), steps.scale)
             for term, steps in zip(self._moving, self._steps, strict=True)
             for _ in range(2 ** len(term.periods))
         ]
-        both = map(block_diagonal, zip(*blocks, strict=True))
-        return jnp.concatenate([*both], -1)
+        links, whiteners, units = zip(*blocks, strict=True)
+        both = map(block_diagonal, (links, whiteners))
+        return jnp.concatenate([*both, jnp.concatenate(units, -1)[..., None]], -1)
 
     def states(self, white: Array) -> Array:
         """Return the states that standard normal numbers make, both (T, R)."""

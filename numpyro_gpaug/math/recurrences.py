@@ -141,13 +141,13 @@ def split(links: Array) -> tuple[Array, Array | None]:
     """Return transition matrices, and the whiteners of the noise, or ``None`` if it is
     standard normal.
 
-    :param links: A, (..., R, R), or A and K, (..., R, 2 R). ``K e`` is standard normal
-        for the noise e, with the lower triangle K.
+    :param links: A, (..., R, R), or A, K and the units of the numbers, (..., R, 2 R +
+        1). ``K e`` is standard normal for the noise e, with the lower triangle K.
     """
     size = links.shape[-2]
     if links.shape[-1] == size:
         return links, None
-    return links[..., :size], jnp.tril(links[..., size:])
+    return links[..., :size], jnp.tril(links[..., size : 2 * size])
 
 
 def noise_of(whitener: Array) -> Array:

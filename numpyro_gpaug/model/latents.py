@@ -353,7 +353,7 @@ class Structure:
     def whole_links(self, links: tuple[Array, ...]) -> Array:
         """Return the transition matrices of all numbers of a step, (chains, steps, R,
         R); zero for numbers that are not in a chain. If some chain has whiteners of its
-        noise, whiteners of all numbers follow.
+        noise, whiteners and units of all numbers follow.
 
         :param links: transition matrices by chain.
         """
@@ -365,7 +365,11 @@ class Structure:
         given = [split(link) for link in links]
         none = all(whitener is None for _, whitener in given)
         whole = found + jnp.eye(begin, dtype=self.dtype)
-        for steps, (link, whitener) in zip(self.recurrences, given, strict=True):
+        units = jnp.ones_like(found[..., 0])
+        pairs = zip(links, given, strict=True)
+        for steps, (all_, (link, whitener)) in zip(
+            self.recurrences, pairs, strict=True
+        ):
             own = np.concatenate([
                 begins[site[0]] + np.arange(self.each(steps._replace(sites=(site,))))
                 for site in steps.sites
@@ -373,7 +377,10 @@ class Structure:
             found = found.at[:, :, own[:, None], own].set(link)
             if whitener is not None:
                 whole = whole.at[:, :, own[:, None], own].set(whitener)
-        return found if none else jnp.concatenate([found, whole], -1)
+                units = units.at[:, :, own].set(all_[..., -1])
+        if none:
+            return found
+        return jnp.concatenate([found, whole, units[..., None]], -1)
 
     def prior(self, links: tuple[Array, ...], nodes: Any = None) -> StructurePrior:
         """Return the prior of its numbers.

@@ -69,7 +69,7 @@ class Declared(NamedTuple):
 
     :param steps: the site of these numbers; its first axis is over steps.
     :param variable: the variable of the states in the program.
-    :param values: the transitions between them, (1, steps, R, 2 R).
+    :param values: the transitions between them, (1, steps, R, 2 R + 1).
     """
 
     steps: Grouping

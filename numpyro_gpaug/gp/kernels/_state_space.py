@@ -9,7 +9,7 @@ A sum of products of kernels is a sum of terms,
 where m is a product of Matern kernels and oscillators, or one. The function of a term
 is :math:`\sigma \sum_k c_k(t) g_k(t)`. Its waves c are the products of a cosine or a
 sine of every frequency, and the functions g are independent with kernel m, or are
-constants. Such a g is the last number of a state, with
+constants. Such a :math:`\sigma g` is the last number of a state :math:`\sigma s`, with
 
 .. math:: s(t + \Delta) = \Phi(\Delta) s(t) + e, \qquad e \sim N(0, Q(\Delta)), \qquad
     s(t) \sim N(0, P).
@@ -266,8 +266,8 @@ class Term(NamedTuple):
         return matrix[..., order[:, None], order]
 
     def root(self, dt: Array, start: Array | None = None) -> tuple[Array, Array]:
-        """Return a root of Q, as standard deviations (..., d) and the lower factor of
-        the correlations, (..., d, d).
+        """Return a root of the covariance of the noise, as standard deviations (..., d)
+        and the lower factor of the correlations, (..., d, d).
 
         :param dt: steps.
         :param start: where the noise is the stationary state.
@@ -280,12 +280,19 @@ class Term(NamedTuple):
         noise = noise * units[..., :, None] * units[..., None, :]
         scale = jnp.sqrt(diagonal(noise))
         noise = noise / scale[..., :, None] / scale[..., None, :]
-        return scale / units, small.cholesky(noise)
+        return self._deviation(dt.dtype) * scale / units, small.cholesky(noise)
+
+    def _deviation(self, dtype: Any) -> Array:
+        # Units of a state are positive even if its variance is zero.
+        least = float(jnp.finfo(dtype).tiny) ** 0.5
+        return jnp.sqrt(jnp.maximum(jnp.asarray(self.variance, dtype), least))
 
     def waves(self, t: Array) -> Array:
-        """Return the waves times the standard deviation, (..., 2^m), at times (...)."""
-        found = jnp.sqrt(jnp.asarray(self.variance, t.dtype))[..., None]
-        found = jnp.broadcast_to(found, (*t.shape, 1))
+        """Return the waves, (..., 2^m), at times (...); those of constants times their
+        standard deviation."""
+        found = jnp.ones((*t.shape, 1), t.dtype)
+        if not self.factors:
+            found *= self._deviation(t.dtype)
         for period in self.periods:
             # Of large times only the remainder has digits.
             angle = 2 * math.pi * (jnp.remainder(t, period) / period)

@@ -90,7 +90,9 @@ class Evaluation(NamedTuple):
 class Place(NamedTuple):
     """A point of a line search in one block.
 
-    :param mean: mean of its latents.
+    :param mean: mean of its latents; for chains whose noise has covariances of its own,
+        of the standard normal numbers behind them, since products of the means and
+        their gradients are differences of far larger numbers.
     :param rows: means of its predictors.
     :param slopes: derivatives of the expected log-likelihood with respect to these.
     """
@@ -230,6 +232,16 @@ class LatentGaussian:
         )
 
     # The bound.
+
+    def rebased(self, natural: Natural) -> Natural:
+        """Return natural parameters found at other hyperparameters, with the part that
+        is the prior's from the priors here. Most latents are whitened, and their priors
+        do not change."""
+        found = dict(natural)
+        for name, prior in self.priors.items():
+            if isinstance(prior, ChainPrior):
+                found[name] = prior.rebased(natural[name])
+        return found
 
     def evaluate(self, natural: Natural) -> Evaluation:
         """Return the bound and its derivatives at ``natural``."""
@@ -446,7 +458,9 @@ class LatentGaussian:
     def place(self, name: str, evaluation: Evaluation) -> Place:
         """Return the point of a block, for :meth:`slopes_between`."""
         at, slopes = evaluation.marginals[name], evaluation.slopes[name]
-        return Place(evaluation.moments[name].mean, at.mean, slopes.mean)
+        q, prior = evaluation.moments[name], self.priors[name]
+        mean = prior.white_mean(q) if _is_correlated(prior) else q.mean
+        return Place(mean, at.mean, slopes.mean)
 
     def slopes_between(
         self, name: str, one: Place, other: Place
@@ -461,7 +475,10 @@ class LatentGaussian:
         latents, rows = other.mean - one.mean, other.rows - one.rows
 
         def along(at: Place) -> Array:
-            pull = self.pull(name, at.mean)
+            if _is_correlated(self.priors[name]):
+                pull = at.mean * self.scales[name]
+            else:
+                pull = self.pull(name, at.mean)
             return (at.slopes * rows).sum() - (pull * latents).sum()
 
         return along(one), along(other)
@@ -525,9 +542,8 @@ class LatentGaussian:
 
         :param evaluation: the evaluation at the means.
         """
-        for prior in self.priors.values():
-            if isinstance(prior, ChainPrior) and prior.structure.correlated:
-                return {}
+        if any(map(_is_correlated, self.priors.values())):
+            return {}
         ascents = self.ascents(evaluation)
         steps = self.newton(evaluation, ascents)
         # Rows are so many that they are taken in blocks of processes alone, whose
@@ -687,3 +703,7 @@ class LatentGaussian:
         scaled = jax.tree.map(lambda x: x / self.scales[name], factors)
         information = self.maps[name].information(scaled, at.mean)
         return information.moved(selected(q.mean, self.latents.get(name)))
+
+
+def _is_correlated(prior: Any) -> bool:
+    return isinstance(prior, ChainPrior) and prior.structure.correlated

@@ -225,6 +225,9 @@ class InBlocks:
         self._params, self._key = params, key
         self.shares_unreached: dict[str, Array] = {}
 
+    def rebased(self, natural: Natural) -> Natural:
+        return natural
+
     def unevaluated(self, natural: Natural) -> Pass:
         begun = Pass.begun(natural, self._plan)
         return begun._replace(bound=jnp.full_like(begun.bound, -jnp.inf))

@@ -119,6 +119,7 @@ class Stepper:
         coordinate pass, a new gradient."""
         values = moved(state.hyper)
         problem, pullback = self.problem_and_pullback(values, self.key(state), {})
+        state = state._replace(natural=problem.rebased(state.natural))
         start = problem.unevaluated(state.natural)
         fresh = jnp.array(True)
         natural, evaluation, steps = self._sweep(problem, state, start, fresh)
@@ -205,8 +206,9 @@ class Stepper:
         if problem.quadratic:
             return *problem.solved(state.natural), state.step_sizes
 
+        natural = problem.rebased(state.natural)
         return settled(
-            problem, state.natural, state.step_sizes, self._largest,
+            problem, natural, state.step_sizes, self._largest,
             lambda moves: self._augmented(state.step + moves), SETTLED,
         )  # fmt: skip
 
