@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -705,5 +705,5 @@ class LatentGaussian:
         return information.moved(selected(q.mean, self.latents.get(name)))
 
 
-def _is_correlated(prior: Any) -> bool:
+def _is_correlated(prior: Any) -> TypeGuard[ChainPrior]:
     return isinstance(prior, ChainPrior) and prior.structure.correlated
