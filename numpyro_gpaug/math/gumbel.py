@@ -93,7 +93,7 @@ def _above(x: Array, variance: Array, slopes: bool) -> tuple[Array, ...]:
 
     # A loop: XLA would not vectorise a sum over an axis of components.
     start = (jnp.full_like(x, 0.5), *(jnp.zeros_like(x),) * (2 * slopes))
-    return lax.scan(add, start, mixture)[0]
+    return lax.scan(add, start, mixture, unroll=2)[0]
 
 
 def _nodes(mean: Array, variance: Array, cut: float | None) -> tuple[Array, ...]:
