@@ -73,7 +73,9 @@ def warn_of_reach(
     :param args: its arguments.
     :param kwargs: its keyword arguments.
     """
-    suspects = [k for k, share in state.unreached.items() if share > MOST_UNREACHED]
+    suspects = [
+        k for k, share in state.unreached.items() if float(share) > MOST_UNREACHED
+    ]
     if not suspects:
         return
     arguments, key = Arguments.split(args, kwargs), jax.random.key(0)
