@@ -280,6 +280,23 @@ class PointGuide(AutoDelta):
             self._event_dims[name] = site["fn"].event_dim
 
 
+class outside_plates:
+    """A context in which sites are in no plates.
+
+    :ivar subsampled: names of the plates around it that contain some of their members.
+    """
+
+    def __enter__(self) -> Self:
+        self._stack = list(_PYRO_STACK)
+        plates = [x for x in self._stack if isinstance(x, numpyro.plate)]
+        self.subsampled = [x.name for x in plates if x.size != x.subsample_size]
+        _PYRO_STACK[:] = [x for x in self._stack if x not in plates]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _PYRO_STACK[:] = self._stack
+
+
 class whole_plates(Messenger):
     """Run every plate over all of its members, for any ``subsample_size``."""
 

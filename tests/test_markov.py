@@ -97,8 +97,8 @@ def curve(t, y=None):
     scale = numpyro.sample("scale", dist.LogNormal(0, 1).expand([2]))
     noise = numpyro.sample("noise", dist.HalfNormal(1))
     kernel = kernels.Matern32(scale[0], scale[1])
-    f = gpaug.GaussianProcess("f", kernel, mean=0.2, markov=True)(t)
     with numpyro.plate("data", len(t)):
+        f = gpaug.GaussianProcess("f", kernel, mean=0.2, markov=True)(t)
         numpyro.sample("y", dist.Normal(f, noise), obs=y)
 
 
@@ -322,6 +322,19 @@ def test_refusals(kernel, given, message):
     X = given.pop("X", T)
     with handlers.seed(rng_seed=0), pytest.raises(ValueError, match=message):
         gpaug.GaussianProcess("f", kernel, markov=True, **given)(jnp.asarray(X))
+
+
+def test_a_part_of_a_plate_has_no_chain_of_its_own():
+    def model(t, inducing=None):
+        gp = gpaug.GaussianProcess("f", kernels.Matern12(), inducing, markov=True)
+        with numpyro.plate("data", len(t), subsample_size=5) as rows:
+            return gp(t[rows])
+
+    with handlers.seed(rng_seed=0):
+        with pytest.raises(ValueError, match="Pass these times as inducing="):
+            model(jnp.asarray(T))
+        found = jax.eval_shape(lambda t: model(t, t), T)
+    assert found.shape == (5,)
 
 
 def test_guides_of_inducing_values_are_refused():

@@ -12,6 +12,7 @@ import numpyro
 import numpyro.distributions as dist
 from jax import Array
 
+from numpyro_gpaug._numpyro import outside_plates
 from numpyro_gpaug.gp.chain import Chain, Weights
 from numpyro_gpaug.gp.conditional import Conditional
 from numpyro_gpaug.gp.outputs import Outputs
@@ -155,12 +156,19 @@ def conditional(gp: Any, X: Array) -> MarkovConditional:
 def _standard(gp: Any, site: str, shape: tuple[int, ...], X: Array) -> Array:
     """Sample standard normal numbers of a process."""
     standard = dist.Normal(jnp.zeros(shape, X.dtype), 1).to_event(len(shape))
-    numbers = numpyro.sample(gp.name + site, standard, infer={"process": gp.name})
+    with outside_plates() as plates:
+        if plates.subsampled and gp.inducing is None:
+            raise ValueError(
+                f'GaussianProcess("{gp.name}", markov=True) is called in the plate '
+                f"{plates.subsampled[0]!r}, for some of its members, and is a chain of "
+                "states at all times. Pass these times as inducing="
+            )
+        numbers = numpyro.sample(gp.name + site, standard, infer={"process": gp.name})
     if jnp.shape(numbers) != shape:
         raise ValueError(
             f'GaussianProcess("{gp.name}"): its states have shape '
-            f"{jnp.shape(numbers)}, and the times call for {shape}. With markov=True "
-            "call the process before the plate, f = gp(X). For other times than those "
-            "of the fit use a posterior, or pass the times of the fit as inducing="
+            f"{jnp.shape(numbers)}, and the times call for {shape}. For other times "
+            "than those of the fit use a posterior, or pass the times of the fit as "
+            "inducing="
         )
     return jnp.asarray(numbers, X.dtype)

@@ -69,7 +69,7 @@ class GaussianProcess(Displayed):
         in place of inducing values. It is exact, in work linear in the number of times,
         which may be irregular, repeated, and in any order.
         :mod:`numpyro_gpaug.kernels` lists the kernels that have states. The call makes
-        the sites, and needs to stand before the plate of the data: standard normal
+        the sites, outside of any plates around it: standard normal
         numbers ``"{name}.v"``, (T, R), for the states at T times, and
         ``"{name}.waves"`` for constants and undamped cosines. Fits take
         :class:`~numpyro_gpaug.AutoLatentGaussian`. A posterior keeps the times of the
