@@ -337,6 +337,18 @@ def test_a_part_of_a_plate_has_no_chain_of_its_own():
     assert found.shape == (5,)
 
 
+def test_states_have_the_precision_of_other_latents():
+    """In float32 the links of states would not be exact enough for those in float64."""
+
+    def states(t):
+        with handlers.trace() as trace, handlers.seed(rng_seed=0):
+            curve(t)
+        return trace["f.v"]["value"]
+
+    with enable_x64(True):
+        assert jax.eval_shape(states, np.float32(T)).dtype == np.float64
+
+
 def test_guides_of_inducing_values_are_refused():
     guide = gpaug.AutoSparseGP(curve)
     with pytest.raises(gpaug.NotConjugateError, match="needs AutoLatentGaussian"):

@@ -143,12 +143,14 @@ def conditional(gp: Any, X: Array) -> MarkovConditional:
     :param gp: the :class:`~numpyro_gpaug.GaussianProcess`.
     :param X: times, (N,) or (N, 1).
     """
+    # The numbers behind the states are latents among others, whose precision they need.
+    X = jnp.asarray(X, jnp.promote_types(X.dtype, jnp.result_type(float)))
     given = gp.inducing
     if given is None:
         own = jnp.reshape(X, -1)
         times = numpyro.deterministic(times_of(gp.name), own)
     else:
-        own, times = None, jnp.reshape(given, -1)
+        own, times = None, jnp.reshape(jnp.asarray(given, X.dtype), -1)
     times = jnp.asarray(times)
     return MarkovConditional(gp, X, Chain(gp.kernel, times), times is own)
 
