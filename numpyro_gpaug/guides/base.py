@@ -64,7 +64,7 @@ class ProcessGuide(Displayed):
         self.model = model
         self._other_class = other
         self._watch = watched(model)
-        # How often it was set up anew because priors depend on arguments.
+        # How often it was set up anew because arguments choose another model.
         self.generation = 0
         self._forget(None)
 
@@ -76,6 +76,7 @@ class ProcessGuide(Displayed):
         self._version = version
         self._other: AutoGuide | None = None
         self._structure: Structure | None = None
+        self._choices: Any = None
         self._other_constraints: dict[str, Any] = {}
         self._sizes: dict[Any, Structure] = {}
         self._checked = False
@@ -177,6 +178,7 @@ class ProcessGuide(Displayed):
         if not self.is_set_up():
             self._structure = self._inspect(*args, **kwargs)
             arguments = Arguments.split(args, kwargs)
+            self._choices = arguments.choices
             self._sizes = {arguments.shapes: self._structure}
             if self._structure.others:
                 args, kwargs = arguments.merge()  # arrays of JAX's
@@ -215,15 +217,15 @@ class ProcessGuide(Displayed):
         other: Any = self._other
         return other.starts(*Arguments(tuple(arrays), static).merge())
 
-    def _others_differ(self, arguments: Arguments) -> bool:
-        """Whether the priors of the other latents require another guide: starts differ
-        that do not depend on the values of arguments, or supports differ."""
+    def _others_agree(self, arguments: Arguments) -> bool:
+        """Whether the other latents have the priors of the set-up: the same supports, and
+        the same starts where these do not depend on the values of arguments."""
         other = self._other
         traced = any(isinstance(x, jax.core.Tracer) for x in arguments.arrays)
         if not isinstance(other, PointGuide) or traced:
-            return False
+            return True
         if arguments.shapes in self._alike and not self._supports_move:
-            return False
+            return True
         here = partial(self._others_at, arguments.static)
         program = remembered(
             self._others, arguments.shapes, lambda: ahead(here, arguments.arrays)
@@ -233,12 +235,12 @@ class ProcessGuide(Displayed):
             known, found = ({k: x[1] for k, x in y.items()} for y in (known, found))
         trees: list[Any] = [jax.tree.structure(x) for x in (known, found)]
         if trees[0] != trees[1]:
-            return True
+            return False
         pairs = zip(jax.tree.leaves(known), jax.tree.leaves(found), strict=True)
         if not all(np.shape(a) == np.shape(b) and np.allclose(a, b) for a, b in pairs):
-            return True
+            return False
         self._alike.add(arguments.shapes)
-        return False
+        return True
 
     def is_set_up(self) -> bool:
         """Whether the guide has the structure of the current model with
@@ -248,6 +250,14 @@ class ProcessGuide(Displayed):
             self._forget(version)
         return self._structure is not None and bool(self._structure.observed)
 
+    def chose(self, arguments: Arguments) -> bool:
+        """Whether the set-up had the same arguments among those that may choose another
+        model.
+
+        :param arguments: the model's arguments.
+        """
+        return bool(self._choices == arguments.choices)
+
     def prepare(self, arguments: Arguments) -> bool:
         """Call ``setup``, unless it is done.
 
@@ -255,7 +265,7 @@ class ProcessGuide(Displayed):
         :return: whether it had been done before.
         """
         known = self.is_set_up()
-        if known and self._others_differ(arguments):
+        if known and not (self.chose(arguments) and self._others_agree(arguments)):
             self._forget(self._version)
             self.generation, known = self.generation + 1, False
         if not known:

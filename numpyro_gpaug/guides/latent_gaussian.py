@@ -146,7 +146,7 @@ class AutoLatentGaussian(ConjugateGuide):
         :param arguments: the model's arguments.
         :return: whether it was set up before, and has not read these arguments.
         """
-        known = self.is_set_up()
+        known = self.is_set_up() and self.chose(arguments)
         if known and self.structure_at(arguments).blocks != self.structure.blocks:
             self._structure, known = None, False
         return super().prepare(arguments) and known

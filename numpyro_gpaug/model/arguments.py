@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from functools import cached_property
+from numbers import Number
 from typing import Any, NamedTuple
 
 import jax
@@ -132,6 +133,16 @@ class Arguments(_Split):
     def shapes(self) -> Hashable:
         """The properties that compiled programs depend on."""
         return tuple((x.shape, x.dtype) for x in self.arrays), self.static, self.mesh
+
+    @property
+    def choices(self) -> tuple[Hashable, ...]:
+        """The arguments that may choose another model: those that are neither arrays
+        nor numbers, such as flags, names and functions."""
+        return tuple(
+            x
+            for _, x in self.static[1]
+            if isinstance(x, bool) or not isinstance(x, Number)
+        )
 
     @staticmethod
     def select_arrays(tree: Any, items: list[Any]) -> list[Any]:

@@ -25,7 +25,7 @@ from numpyro_gpaug.likelihoods.expectations import (
     lookup_correlated,
     predictive,
 )
-from numpyro_gpaug.math import linalg, small
+from numpyro_gpaug.math import linalg
 from numpyro_gpaug.math.correlated_softmax import FINER, NODES, matrix_of_pairs
 from numpyro_gpaug.math.expectation import (
     PredictorMoments,
@@ -53,6 +53,13 @@ from numpyro_gpaug.model.jaxpr import dependence_on_arrays
 from numpyro_gpaug.model.joint import REGISTERED, JointView
 from numpyro_gpaug.model.known_rows import conditioned, local_names, refuse_others
 from numpyro_gpaug.model.latents import JOINT
+from numpyro_gpaug.model.left_out import (
+    LeftOut,
+    Removed,
+    of_each_datum,
+    without_factors,
+    without_groups,
+)
 from numpyro_gpaug.model.structure import Observed
 
 _NO_FACTORS = (
@@ -76,9 +83,7 @@ class JointPredictiveView(JointView):
     """A model at fixed params and other latents, with predictions of its sites from
     Gaussians on its latents."""
 
-    # Variables of predictors, derivatives in their means, and precisions of their
-    # factors; see left_out.
-    _without: tuple[list[Any], Array, Array] | None = None
+    _without: Removed | None = None
 
     _between = True
 
@@ -309,12 +314,15 @@ class JointPredictiveView(JointView):
         whole = program.avals[found.roots[0]].size >= density.size
         return closed or (whole and not found.scaled[0])
 
-    def left_out(self, site: Observed, q: Any) -> JointPredictiveView:
+    def left_out(
+        self, site: Observed, q: Any, together: LeftOut | None
+    ) -> JointPredictiveView:
         """Return this view, in which predictors of a site have the moments that they
-        have without the Gaussian factors of their own observations.
+        have without the Gaussian factors of their own observations, or of their group.
 
         :param site: an observed site.
         :param q: moments of the latents, of the fit to these observations.
+        :param together: the groups; ``None`` to leave out each datum by itself.
         :raises NotConjugateError: for a site without one or two predictors of its own
             for each datum.
         """
@@ -324,6 +332,11 @@ class JointPredictiveView(JointView):
             raise NotConjugateError(_NO_FACTORS.format(site.name))
         if site.indexed or local_names(self.structure):
             raise NotConjugateError(_NO_FACTORS.format(site.name))
+        if together is not None and len(together.place) != (number := max(sizes)):
+            raise ValueError(
+                f"groups has {len(together.place)} labels, and {site.name!r} has "
+                f"{number} observations: expected one label for each"
+            )
         first, begin = 0, 0
         for other in self.structure.observed:
             if other.name == site.name:
@@ -341,42 +354,28 @@ class JointPredictiveView(JointView):
             cross = -slopes.covariance[0, first : first + size, None, None]
             precision += cross * (1 - jnp.eye(2, dtype=cross.dtype))
         view = copy(self)
-        view._without = roots, slopes.mean[0][places].T, precision
+        view._without = Removed(roots, slopes.mean[0][places].T, precision, together)
         return view
 
     def _marginals_without(self, variables: list[Any], q: Any) -> PredictorMoments:
-        r"""Return :meth:`_marginals` without the factors of each datum.
-
-        With p the predictors of the factors, their precision W and the derivatives g in
-        the means of p, the moments of predictors r are, with covariances C,
-
-        .. math:: m_r - C_{rp} (I - W C_{pp})^{-1} g, \quad
-            C_{rr} + C_{rp} (I - W C_{pp})^{-1} W C_{pr}.
-
-        They are NaN where less is known of p than the factors say.
-        """
+        """Return :meth:`_marginals` without the factors of each datum, or of its
+        group."""
         assert self._without is not None
-        known, slopes, precision = self._without
+        known, slopes, precision, together = self._without
         both, size = [*known, *variables], len(slopes)
         if any(self._program.avals[v].size != size for v in variables):
             raise NotConjugateError(_NO_FACTORS.format("the site"))
         map_ = self._affine(both).matrices
         mean, variance = (x[0].reshape(-1, size) for x in map_.marginals(q))
         residual = map_.residual[0].reshape(-1, size)
-        count, rows = len(both), jnp.arange(size)
-        own = jnp.zeros((size, count, count), mean.dtype)
-        for i in range(count):
-            own = own.at[:, i, i].set(variance[i] - residual[i])
-            for j in range(i):
-                each = map_.covariances(q, i * size + rows, j * size + rows)[0]
-                own = own.at[:, i, j].set(each).at[:, j, i].set(each)
-        cut = len(known)
-        pp, rp = own[:, :cut, :cut], own[:, cut:, :cut]
-        kept = jnp.eye(cut, dtype=own.dtype) - small.product(precision, pp)
-        gain = small.product(rp, _inverse(kept))
-        added = small.product(gain, small.product(precision, rp.mT))
-        moved = mean[cut:].T - jnp.matvec(gain, slopes)
-        spread = own[:, cut:, cut:] + added
+        count, cut = len(both), len(known)
+        if together is None:
+            own = of_each_datum(map_, q, variance - residual)
+            shift, spread = without_factors(own, slopes, precision)
+        else:
+            whole = map_.covariance(q)[0].reshape(count, size, count, size)
+            shift, spread = without_groups(whole, slopes, precision, together)
+        moved = mean[cut:].T - shift
         variances = linalg.diagonal(spread).T + residual[cut:]
         covariance = spread[:, 0, 1] if len(variables) == 2 else None
         return PredictorMoments((*moved.T,), (*variances,), covariance)
@@ -411,6 +410,12 @@ class JointPredictiveView(JointView):
         """
         self._demand(site.name)
         parts, program = self._program.outputs, self._program
+        if site.route in REGISTERED and site.name not in parts.parameters:
+            raise ValueError(
+                f"{site.name!r} has another likelihood with these arguments than in "
+                "the fit. Pass the flags and functions of the fit, or fit the model "
+                "with these"
+            )
         if site.correlated:
             return self._of_correlated_data(site, q)
         if site.route is Route.CLOSED_FORM:
@@ -536,17 +541,6 @@ class JointPredictiveView(JointView):
 
     def _split(self, site: Observed) -> Split:
         return Split(self._program, self.frontiers[site.name])
-
-
-def _inverse(x: Array) -> Array:
-    """Return the inverses of matrices of one or two rows, (n, k, k); NaN where the
-    determinant is not positive."""
-    a, b, c, d = x[:, 0, 0], x[:, 0, -1], x[:, -1, 0], x[:, -1, -1]
-    two = x.shape[-1] == 2
-    determinant = a * d - b * c if two else a
-    adjugate = jnp.stack([d, -b, -c, a], -1) if two else jnp.ones_like(x)
-    kept = jnp.where(determinant > 0, determinant, jnp.nan)
-    return adjugate.reshape(x.shape) / kept[:, None, None]
 
 
 def _checksum(flat: Array) -> Array:

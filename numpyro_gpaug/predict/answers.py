@@ -28,6 +28,7 @@ from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.inspect import structure_at
 from numpyro_gpaug.model.joint_predictive import JointPredictiveView
 from numpyro_gpaug.model.latents import JOINT, Structure
+from numpyro_gpaug.model.left_out import LeftOut
 from numpyro_gpaug.model.observations import check_shape
 from numpyro_gpaug.model.predictors import of_site
 from numpyro_gpaug.model.structure import Observed
@@ -242,10 +243,13 @@ class JointAnswers(Answers):
     def y(self, view: Any, fit: Fit, site: str) -> Distribution:
         return view.predictive(self.observed(site), self._extended(view, fit, site))
 
-    def left_out(self, view: Any, fit: Fit, site: str) -> Distribution:
-        check_observed(site, view.message(site), "leave_one_out")
+    def left_out(
+        self, view: Any, fit: Fit, site: str, together: LeftOut | None = None
+    ) -> Distribution:
+        method = "leave_one_out" if together is None else "leave_out"
+        check_observed(site, view.message(site), method)
         observed, q = self.observed(site), self._at_prior(view, fit)
-        return view.left_out(observed, q).predictive(observed, q)
+        return view.left_out(observed, q, together).predictive(observed, q)
 
 
 def _left_out(posterior: object, view: ModelView, fit: Fit) -> dict[str, Marginals]:

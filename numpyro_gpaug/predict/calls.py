@@ -10,11 +10,13 @@ from typing import Any
 import jax
 import numpy as np
 from jax import Array
+from numpyro.distributions import Distribution
 
 from numpyro_gpaug.errors import CholeskyError
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.calls import check_count
 from numpyro_gpaug.model.costs import MAX_DENSE
+from numpyro_gpaug.model.left_out import LeftOut
 from numpyro_gpaug.predict.added_rows import without_added
 from numpyro_gpaug.predict.arguments import FitArguments, joined_rows
 from numpyro_gpaug.predict.mixture import Fitted
@@ -113,6 +115,19 @@ class Calls:
         if not is_traced(arguments):
             self._prepared = prepared
         return answer
+
+    def left_out(
+        self, arguments: Arguments, site: str, together: LeftOut
+    ) -> Distribution:
+        """Predict observations from those of other groups.
+
+        :param arguments: the model's arguments, observations included.
+        :param site: the observed site.
+        :param together: the groups, by the places of their members.
+        """
+        # No rows are added: they would have no group.
+        found = self._at_once("left_out", arguments, site, together=together)
+        return self._explained(found, arguments)
 
     def draws(self, arguments: Arguments, site: str, key: Array, num: int) -> Array:
         """Draw function values jointly; the first axis runs over draws.

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import numpyro.distributions as dist
 from jax import Array
+from jax.typing import ArrayLike
 from numpyro.distributions import Distribution
 
 from numpyro_gpaug._display import NotPickled, Rows, brief, name_of
@@ -26,8 +27,10 @@ from numpyro_gpaug.math.arrays import in_dtype_of
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.calls import check_key
 from numpyro_gpaug.model.closures import Version, watched
+from numpyro_gpaug.model.costs import MAX_DENSE
 from numpyro_gpaug.model.display import latent_rows, observed_rows
 from numpyro_gpaug.model.latents import Structure
+from numpyro_gpaug.model.left_out import LeftOut
 from numpyro_gpaug.model.observations import check_observations
 from numpyro_gpaug.model.structure import remembered
 from numpyro_gpaug.predict.arguments import FitArguments
@@ -473,6 +476,53 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         found = self._calls.stream("left_out", called, observed.name, batch_size)
         if not is_traced(called[0]):
             _check_left_out(found, self.model, self.structure, called[0])
+        return found
+
+    @_as_fitted
+    def leave_out(
+        self, groups: ArrayLike, *args: Any, site: str | None = None, **kwargs: Any
+    ) -> Distribution:
+        """Return the predictive distribution of each observation of the fit given those
+        of all other groups, in closed form: the Gaussian factors of its whole group are
+        removed. With one subject, hospital or area for a group it predicts new ones;
+        with blocks of time it predicts gaps.
+
+        It is exact for Normal likelihoods and approximate for others. Hyperparameters
+        stay fixed. The sum of ``log_prob`` is the score of a cross-validation that
+        leaves out one group at a time.
+
+        :param groups: the group of each observation, numbers or strings, of the shape
+            of the observations.
+        :param args: the model's arguments of the fit, observations included.
+        :param site: the observed site, if the model has several.
+        :param kwargs: the model's keyword arguments, where they differ from the fit's.
+        :raises NotConjugateError: if hyperparameters are integrated, for an
+            :class:`~numpyro_gpaug.AutoSparseGP`, and unless each datum has one or two
+            predictors of its own.
+        :raises ValueError: for rows that were not in the fit, labels of another number
+            of observations, and more than 5,000 observations, whose covariance is one
+            matrix.
+
+        Reference: Liu and Rue (2022), Leave-group-out cross-validation for latent
+        Gaussian models.
+        """
+        if self.is_mixture or not self.structure.joint:
+            raise NotConjugateError(
+                "leave_out needs a fit of AutoLatentGaussian with point values of the "
+                "hyperparameters"
+            )
+        observed = self._predictor.predicted(site)
+        arguments, _ = self._calls.joined(args, kwargs)
+        labels = np.asarray(groups)
+        if labels.size > MAX_DENSE:
+            raise ValueError(
+                f"leave_out takes the covariance of all {labels.size} observations as "
+                f"one matrix, of at most {MAX_DENSE} rows. Use leave_one_out, or "
+                "log_prob of a fit without some groups"
+            )
+        together = LeftOut.of(labels.ravel())
+        found = self._calls.left_out(arguments, observed.name, together)
+        _check_left_out(found, self.model, self.structure, arguments)
         return found
 
     @_as_fitted

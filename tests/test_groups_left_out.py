@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole groups of observations, left out in closed form, against fits without them."""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+
+import numpyro_gpaug as gpaug
+from numpyro_gpaug.errors import NotConjugateError
+
+GROUP = np.repeat(np.arange(6), [3, 1, 4, 2, 5, 3])
+RNG = np.random.default_rng(3)
+TIME = RNG.normal(size=GROUP.size)
+EFFECT = RNG.normal(0, 0.8, 6)
+VALUES = 1 + 0.5 * TIME + EFFECT[GROUP] + RNG.normal(0, 0.5, GROUP.size)
+COUNTS = RNG.poisson(np.exp(1 + 0.3 * TIME + EFFECT[GROUP]))
+
+
+def linear(time, group, keep, y=None, *, likelihood):
+    level = numpyro.sample("level", dist.Normal(0, 3))
+    slope = numpyro.sample("slope", dist.Normal(0, 1))
+    with numpyro.plate("groups", 6):
+        effect = numpyro.sample("effect", dist.Normal(0, 0.8))
+    eta = level + slope * time + effect[group]
+    with numpyro.plate("data", len(time)), numpyro.handlers.mask(mask=keep):
+        numpyro.sample("y", likelihood(eta), obs=y)
+
+
+@cache
+def fitter(x64):
+    """All fits in a dtype share programs."""
+    return gpaug.ConjugateSVI(linear, gpaug.AutoLatentGaussian(linear))
+
+
+def fitted(y, keep, likelihood):
+    svi = fitter(jax.config.jax_enable_x64)
+    data = TIME, GROUP, jnp.asarray(keep), y
+    result = svi.run(
+        jax.random.key(0), 60, *data, likelihood=likelihood, progress_bar=False
+    )
+    return svi.posterior(result), data
+
+
+def refits(y, groups, likelihood):
+    """Log densities of observations under fits without their groups."""
+    found, everything = np.empty(len(y)), np.ones(len(y), bool)
+    for name in np.unique(groups):
+        inside = groups == name
+        posterior, data = fitted(y, ~inside, likelihood)
+        density = posterior.log_prob(*data[:2], everything, y, likelihood=likelihood)
+        found[inside] = density[inside]
+    return found
+
+
+def normal(eta):
+    return dist.Normal(eta, 0.5)
+
+
+def poisson(eta):
+    return dist.Poisson(jnp.exp(eta))
+
+
+EVERYTHING = np.ones(GROUP.size, bool)
+
+
+@pytest.mark.parametrize(
+    "groups", [GROUP, np.arange(GROUP.size) // 5], ids=["own", "blocks"]
+)
+def test_groups_of_normal_data_are_left_out_exactly(x64, groups) -> None:
+    posterior, data = fitted(VALUES, EVERYTHING, normal)
+    labels = np.array([f"group {g}" for g in groups])
+    found = posterior.leave_out(labels, *data).log_prob(VALUES)
+    np.testing.assert_allclose(found, refits(VALUES, groups, normal), atol=1e-8)
+
+
+def test_each_datum_in_a_group_of_its_own_is_leave_one_out() -> None:
+    posterior, data = fitted(COUNTS, EVERYTHING, poisson)
+    one = posterior.leave_one_out(*data).log_prob(COUNTS)
+    alone = posterior.leave_out(np.arange(len(COUNTS)), *data).log_prob(COUNTS)
+    np.testing.assert_allclose(alone, one, atol=1e-4)
+
+
+def test_groups_of_counts_are_left_out_nearly() -> None:
+    posterior, data = fitted(COUNTS, EVERYTHING, poisson)
+    found = posterior.leave_out(GROUP, *data).log_prob(COUNTS)
+    expected, inside = refits(COUNTS, GROUP, poisson), posterior.log_prob(*data)
+    assert abs(found.sum() - expected.sum()) < 0.1 * abs(inside.sum() - expected.sum())
+
+
+def test_what_cannot_be_left_out() -> None:
+    posterior, data = fitted(COUNTS, EVERYTHING, poisson)
+    with pytest.raises(ValueError, match="groups has 5 labels, and 'y' has 18 obs"):
+        posterior.leave_out(np.arange(5), *data)
+    with pytest.raises(ValueError, match="observations as one matrix, of at most"):
+        posterior.leave_out(np.zeros(5001), *data)
+    with pytest.raises(ValueError, match=r"leave_out needs the observations of site"):
+        posterior.leave_out(GROUP, *data[:3])
+    exact, data = fitted(VALUES, EVERYTHING, normal)
+    with pytest.raises(ValueError, match="less information than these observations"):
+        exact.leave_out(GROUP, *data, likelihood=lambda eta: dist.Normal(eta, 0.05))
+
+    def process(X, y=None):
+        f = gpaug.GaussianProcess("f", gpaug.kernels.Matern32(), inducing=X[::3])
+        with numpyro.plate("data", len(X)):
+            numpyro.sample("y", dist.Normal(f(X), 0.5), obs=y)
+
+    svi = gpaug.ConjugateSVI(process, gpaug.AutoSparseGP(process))
+    X = TIME[:, None]
+    result = svi.run(jax.random.key(0), 2, X, VALUES, progress_bar=False)
+    with pytest.raises(NotConjugateError, match="a fit of AutoLatentGaussian"):
+        svi.posterior(result).leave_out(GROUP, X, VALUES)
