@@ -105,7 +105,9 @@ def test_what_cannot_be_left_out() -> None:
         exact.leave_out(GROUP, *data, likelihood=lambda eta: dist.Normal(eta, 0.05))
 
     def process(X, y=None):
-        f = gpaug.GaussianProcess("f", gpaug.kernels.Matern32(), inducing=X[::3])
+        f = gpaug.GaussianProcess(
+            "f", gpaug.kernels.Matern32(), inducing=TIME[::3, None]
+        )
         with numpyro.plate("data", len(X)):
             numpyro.sample("y", dist.Normal(f(X), 0.5), obs=y)
 

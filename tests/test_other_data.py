@@ -2,6 +2,7 @@
 """One ``ConjugateSVI`` at several data sets gives what a new one gives for each."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
@@ -76,3 +77,30 @@ def test_other_data_start_where_a_new_fit_does(model, units, guide):
     options = {"unit": units[1], "progress_bar": False}
     ends = [svi.run(KEY, 3, X, Y, **options).losses for svi in (used, new[units[1]])]
     np.testing.assert_allclose(ends[0], ends[1], rtol=1e-5)
+
+
+def by_flag(X, y=None, *, counts):
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([2]).to_event(1))
+    with numpyro.plate("data", len(X)):
+        eta = X @ w
+        fn = dist.Poisson(jnp.exp(eta)) if counts else dist.Normal(eta, 0.5)
+        numpyro.sample("y", fn, obs=y)
+
+
+def test_a_flag_chooses_another_likelihood() -> None:
+    def fit(svi, counts):
+        y = np.abs(Y).astype(int) if counts else Y
+        result = svi.run(KEY, 5, X, y, counts=counts, progress_bar=False)
+        return svi.posterior(result), result.losses
+
+    def made():
+        return gpaug.ConjugateSVI(by_flag, gpaug.AutoLatentGaussian(by_flag))
+
+    used = made()
+    before, _ = fit(used, counts=False)
+    expected = before.predict_y(X).mean
+    _, losses = fit(used, counts=True)
+    np.testing.assert_allclose(losses, fit(made(), counts=True)[1], rtol=1e-5)
+    with pytest.raises(ValueError, match="has another likelihood with these arg"):
+        before.predict_y(X, counts=True)
+    np.testing.assert_array_equal(before.predict_y(X).mean, expected)

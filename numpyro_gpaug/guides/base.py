@@ -218,8 +218,8 @@ class ProcessGuide(Displayed):
         return other.starts(*Arguments(tuple(arrays), static).merge())
 
     def _others_agree(self, arguments: Arguments) -> bool:
-        """Whether the other latents have the priors of the set-up: the same supports, and
-        the same starts where these do not depend on the values of arguments."""
+        """Whether the other latents have the priors of the set-up: the same supports,
+        and the same starts where these do not depend on the values of arguments."""
         other = self._other
         traced = any(isinstance(x, jax.core.Tracer) for x in arguments.arrays)
         if not isinstance(other, PointGuide) or traced:
