@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models with fields, whose latents have a sparse precision, against dense matrices."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from numpyro.infer.gibbs import GIBBS_SITES_KWARG, conditioned
+from numpyro.infer.util import log_density
 from scipy import sparse
 
 import numpyro_gpaug as gpaug
@@ -15,11 +18,13 @@ from numpyro_gpaug.distributions.gaussian import StructuredGaussian
 from numpyro_gpaug.gaussians import Dense, Layout, Sparse
 from numpyro_gpaug.infer.nested import apart
 from numpyro_gpaug.infer.vi.checks import check_basis
+from numpyro_gpaug.math.sparse_cholesky import with_sums
 from numpyro_gpaug.math.sparse_pattern import Pattern
 from numpyro_gpaug.model import inspect_joint
 from numpyro_gpaug.model.costs import WHITE
 from numpyro_gpaug.model.gaussians import field
 from numpyro_gpaug.testing import check_structure
+from tests.conftest import enable_x64
 
 SIDE = 5
 AREAS = SIDE**2
@@ -205,9 +210,13 @@ def test_a_sparse_structure_is_a_dense_gaussian(dtype):
     more = np.where(wider.rows == wider.columns, 4.0, -0.7)
     more[wider.diagonal[12:]] = 1
     places = np.array([*range(12), -1, -1, -1, 12, 13, -1])
-    other = Sparse(Layout(15, 1, 3), wider), more, places
     structure = Sparse(Layout(12, 1, 2), pattern)
     assert structure.independent == Layout(3, 1, 11)
+    entries, more = (
+        np.asarray(with_sums(p, jnp.asarray(x, dtype)))
+        for p, x in ((pattern, entries), (wider, more))
+    )
+    other = Sparse(Layout(15, 1, 3), wider), more, places
     check_structure(structure, entries, other=other, dtype=dtype)
 
 
@@ -218,10 +227,10 @@ def test_constrained_nodes_are_the_limit_of_a_penalty(dtype):
     pattern = Pattern.of(9, i, j)
     laplacian = np.diag(lattice(3).sum(0)) - lattice(3)
     structure = Sparse(Layout(9, 1, 0), pattern, np.zeros(9, np.int32).tobytes())
-    entries = jnp.asarray(laplacian[pattern.rows, pattern.columns])
+    entries = with_sums(pattern, jnp.asarray(laplacian[pattern.rows, pattern.columns]))
     log_det = np.log(np.linalg.eigvalsh(laplacian)[1:]).sum()
     seen = np.diag(np.arange(9.0))
-    added = jnp.asarray(seen[pattern.rows, pattern.columns])
+    added = with_sums(pattern, jnp.asarray(seen[pattern.rows, pattern.columns]))
     lean = np.arange(9.0)[None] - 3
 
     @jax.jit
@@ -270,6 +279,12 @@ def test_fits_belong_to_a_mesh(always_sparse):
     structure = gpaug.AutoLatentGaussian(model).setup(PLACES, turned, COUNTS).structure
     with pytest.raises(ValueError, match="the model has another graph, mesh"):
         check_basis(fit.state, structure)
+    finer = gpaug.spatial.Mesh.around(PLACES, max_edge=0.3, offset=0.2)
+    again = partial(svi.run, KEY, 2, PLACES, finer, COUNTS, progress_bar=False)
+    with pytest.raises(ValueError, match="another graph, mesh or number of groups"):
+        again(init_params=fit.params)
+    with pytest.raises(ValueError, match="another graph, mesh or number of groups"):
+        again(init_state=fit.state)
 
 
 def test_draws_add_up_to_zero_where_there_are_no_data():
@@ -277,7 +292,7 @@ def test_draws_add_up_to_zero_where_there_are_no_data():
     zero elsewhere."""
     distribution = gpaug.ICAR(lattice(18, island=True))
     prior = field(distribution)
-    given = prior.prior.values, prior.prior.log_det()
+    given = prior.prior.entries, prior.prior.log_det()
 
     @jax.jit
     def drawn(given):
@@ -287,6 +302,50 @@ def test_draws_add_up_to_zero_where_there_are_no_data():
     draws = drawn(given)
     assert distribution.support(draws).all()
     assert abs(draws[:, :-1].sum(-1)).max() < 3e-4
+
+
+def test_latents_of_a_constrained_field_are_drawn_at_hyperparameters(always_sparse):
+    """There are fewer standard normal numbers than latents."""
+
+    def model(area, y=None):
+        scale = numpyro.sample("scale", dist.HalfNormal(1))
+        effect = numpyro.sample("effect", gpaug.ICAR(lattice(3), scale))
+        with numpyro.plate("data", len(area)):
+            numpyro.sample("y", dist.Poisson(jnp.exp(1 + effect[area])), obs=y)
+
+    collapsed, area = gpaug.collapse(model), AREA % 9
+    scales = {"scale": jnp.array([0.3, 1.5])}
+    draws = collapsed.sample_latents(KEY, scales, area, COUNTS)["effect"]
+    assert draws.shape == (2, 9)
+    assert abs(draws.sum(-1)).max() < 1e-4
+    assert gpaug.ICAR(lattice(3)).support(draws).all()
+
+
+def test_gradients_of_collapsed_bounds_are_at_the_optimum(always_sparse):
+    """Bounds in float32 do not resolve the last updates of the Gaussian."""
+
+    def model(area, y=None):
+        scale = numpyro.sample("scale", dist.HalfNormal(1))
+        level = numpyro.sample("level", dist.Normal(0, 2))
+        effect = numpyro.sample("effect", gpaug.ICAR(lattice(), scale))
+        with numpyro.plate("data", len(area)):
+            numpyro.sample("y", dist.Poisson(jnp.exp(level + effect[area])), obs=y)
+
+    def gradient():
+        collapsed = gpaug.collapse(model)
+
+        def density(scale):
+            return log_density(collapsed, (AREA, COUNTS), {}, {"scale": scale})[0]
+
+        return jax.jit(jax.value_and_grad(density))
+
+    slope = gradient()(0.7)[1]
+    with enable_x64(True):
+        function, step = gradient(), 1e-4
+        ends = [function(0.7 + x)[0] for x in (step, -step)]
+        expected = function(0.7)[1]
+        np.testing.assert_allclose((ends[0] - ends[1]) / (2 * step), expected, 1e-6)
+    np.testing.assert_allclose(slope, expected, rtol=1e-4)
 
 
 @pytest.mark.slow

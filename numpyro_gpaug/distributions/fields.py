@@ -124,7 +124,7 @@ class ICAR(_OfAreas):
         return SparsePrior(
             graph.pattern, jnp.asarray(graph.precision, dtype), _zero_sums(graph),
             jnp.zeros((), dtype), (self.scale[..., None],),
-            lambda: jnp.asarray(graph.log_det, dtype),
+            lambda: jnp.asarray(graph.log_det, dtype), sums=_row_sums(graph),
         )  # fmt: skip
 
 
@@ -252,6 +252,7 @@ class BYM2(_OfAreas):
             jnp.concatenate([ones, jnp.asarray(graph.precision, dtype)]),
             of_field, jnp.zeros((), dtype), self._scales,
             lambda: jnp.asarray(graph.log_det, dtype),
+            sums=np.append(np.ones(size), _row_sums(graph)),
         )  # fmt: skip
 
 
@@ -370,6 +371,12 @@ def _quadratic(graph: Graph, x: Array) -> Array:
     labels, sizes, _ = graph.components
     islands = x[..., np.flatnonzero(labels == len(sizes))]
     return edges.sum(-1) + jnp.square(islands).sum(-1)
+
+
+def _row_sums(graph: Graph) -> np.ndarray:
+    """Return the sums of the rows of the scaled precision: zero, but for islands."""
+    labels, sizes, _ = graph.components
+    return np.where(labels == len(sizes), graph.precision[graph.pattern.diagonal], 0)
 
 
 def _zero_sums(graph: Graph) -> np.ndarray | None:

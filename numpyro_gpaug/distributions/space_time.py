@@ -164,14 +164,19 @@ class SpaceTime(dist.Distribution):
         return steps * of_areas - 2 * (steps - 1) * size * jnp.log(self._innovation)
 
     def _sparse_precision(self) -> SparsePrior:
-        product = _product(self.graph, self.event_shape[0])
+        product, pattern = _product(self.graph, self.event_shape[0]), self.graph.pattern
         square = jnp.square(self.persistence)
         of_steps = jnp.stack([jnp.ones_like(square), 1 + square, -self.persistence])
         values = of_steps[product.kind] * self._of_areas[product.place]
         values = values / jnp.square(self._innovation)
+        sums = (1 - self.correlation) * _entries_of(self.graph)[0][pattern.diagonal]
+        inner = jnp.ones(self.event_shape[0], square.dtype).at[1:-1].set(
+            1 - self.persistence
+        ) / (1 + self.persistence)
         return SparsePrior(
             product.pattern, values, None, jnp.zeros((), self.scale.dtype),
             (self.scale[None],), self._log_det, self.event_shape,
+            sums=(inner[:, None] * sums).ravel(),
         )  # fmt: skip
 
 

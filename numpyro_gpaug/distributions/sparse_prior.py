@@ -55,6 +55,8 @@ class SparsePrior(NamedTuple):
     :param event_shape: the shape of a value, of n numbers; (n,) for ``None``.
     :param needs_float64: whether float32 does not resolve the quadratic form of likely
         values.
+    :param sums: the sums of the rows of Q, (K n,), where they are known better than by
+        adding up the entries.
     """
 
     pattern: Pattern
@@ -65,6 +67,13 @@ class SparsePrior(NamedTuple):
     log_det: Callable[[], Array]
     event_shape: tuple[int, ...] | None = None
     needs_float64: bool = False
+    sums: Any = None
+
+    @property
+    def entries(self) -> Array:
+        """Entries with sums of rows, see
+        :func:`~numpyro_gpaug.math.sparse_cholesky.with_sums`."""
+        return sparse_cholesky.with_sums(self.pattern, self.values, self.sums)
 
     def value(self, x: Array) -> Array:
         """Return the value of the field.
@@ -115,7 +124,8 @@ def _of_car(fn: dist.CAR) -> SparsePrior | None:
     dtype = jnp.result_type(fn.loc, values, fn.conditional_precision)
     values = values.astype(dtype)
     scale = jnp.asarray(fn.conditional_precision, dtype)[..., None] ** -0.5
+    sums = (1 - jnp.asarray(fn.correlation, dtype)) * degrees.diagonal()
     return SparsePrior(
         pattern, values, None, jnp.asarray(fn.loc, dtype), (scale,),
-        lambda: sparse_cholesky.log_det(pattern, values),
+        lambda: sparse_cholesky.log_det(pattern, values), sums=sums,
     )  # fmt: skip

@@ -146,6 +146,8 @@ class Structure(ABC):
     all_groupings: ClassVar[bool] = False
     #: Whether moments contain exact factors of the covariance.
     factorised: ClassVar[bool] = True
+    #: Whether a solve with a known factor takes much less time than the factor.
+    solves: ClassVar[bool] = False
 
     @property
     def size(self) -> int:

@@ -471,6 +471,9 @@ class Iterative(Sparse):
 
     any_pairs: ClassVar[bool] = True
     factorised: ClassVar[bool] = False
+    solves: ClassVar[bool] = False
+    # Nodes are standard normal a priori: no rows almost cancel.
+    sums: ClassVar[bool] = False
 
     @property
     def independent(self) -> Layout:
@@ -531,6 +534,9 @@ class Iterative(Sparse):
 
     def describe(self, names: str, block: int) -> str:
         return f"iterative: {super().describe(names, block)}"
+
+    def values(self, entries: Array) -> Array:
+        return entries
 
     def product(self, entries: Array, x: Array) -> Array:
         own, rest = self.parted(x)

@@ -50,7 +50,7 @@ class SparseMoments(NamedTuple):
     :param factor: the factor L of the precision of the nodes.
     :param reflections: vectors v of the reflections ``I - 2 v v'``, (1, c, N).
     :param constrained: ``log det U' U``, (1,).
-    :param entries: the precision of the nodes, (1, nnz).
+    :param entries: the precision of the nodes, as in natural parameters, (1, nnz).
     :param cross: Y, (1, N, K).
     :param whitener: V, (1, K, K).
     :param structure: the structure of the latents.
@@ -249,7 +249,8 @@ class SparseNatural(NamedTuple):
     """Natural parameters.
 
     :param potential: (1, N + K).
-    :param entries: M, in the places of the pattern, (1, nnz).
+    :param entries: M, in the places of the pattern, with the sums of rows in place of
+        the diagonal (:func:`~numpyro_gpaug.math.sparse_cholesky.with_sums`), (1, nnz).
     :param border: B, (1, N, K).
     :param corner: C, (1, K, K).
     :param structure: the structure of the latents.
@@ -279,7 +280,8 @@ class SparseNatural(NamedTuple):
     @property
     def diagonal(self) -> Array:
         """The diagonal of the precision, (1, N + K)."""
-        own = self.entries[:, self.structure.pattern.diagonal]
+        values = self.structure.values(self.entries[0])
+        own = values[None, self.structure.pattern.diagonal]
         return jnp.concatenate([own, linalg.diagonal(self.corner)], -1)
 
     def stand_in(self) -> SparseMoments:
@@ -303,7 +305,7 @@ class NodePrior:
     """The prior of nodes with a sparse precision Q, and of standard normal numbers.
 
     :param loc: zeros (1, N + K).
-    :param entries: Q, in the places of the pattern, (nnz,).
+    :param entries: Q, as in natural parameters, (nnz,).
     :param log_det: the log-determinant of Q; of its restriction to latents that fulfil
         the constraints if there are any.
     :param structure: the structure of the latents.
@@ -321,7 +323,8 @@ class NodePrior:
         entries = self.entries
         if self.structure.labels is not None:
             places = self.structure.pattern.diagonal
-            ridge = _RIDGE[str(entries.dtype)] * entries[places].mean()
+            values = self.structure.values(entries)
+            ridge = _RIDGE[str(entries.dtype)] * values[places].mean()
             entries = entries.at[places].add(ridge * self.structure.is_constrained)
         return standard._replace(entries=entries[None])
 
@@ -336,8 +339,8 @@ class NodePrior:
         own, corner = structure.columns(q.mean[0][:, None])
         columns = jnp.concatenate([own, q.cross[0]], -1)
         moved = structure.product_of_prior(self.entries, columns)
-        lacking = structure.pattern.multiplicity * (self.entries - q.entries[0])
-        trace = (lacking * q.neighbours).sum()
+        lacking = structure.values(self.entries - q.entries[0])
+        trace = (structure.pattern.multiplicity * lacking * q.neighbours).sum()
         squares = jnp.square(corner).sum() + jnp.square(q.whitener).sum()
         squares += (columns * moved).sum()
         known = trace + squares - q.whitener.shape[-1]
@@ -365,7 +368,7 @@ class NodePrior:
         structure = self.structure
         z = structure.join_apart(jnp.zeros_like(groups[0]), others)
         pulled, moved = structure.split_apart(self._moved(z))
-        own = self.entries[structure.pattern.diagonal]
+        own = structure.values(self.entries)[structure.pattern.diagonal]
         border = jnp.ones(structure.layout.others, own.dtype)
         diagonal, _ = structure.split_apart(jnp.concatenate([own, border]))
         return -groups * (pulled + 0.5 * diagonal * groups), -0.5 * others * moved
@@ -481,6 +484,9 @@ class Sparse(Structure):
     all_groupings: ClassVar[bool] = True
     #: Whether moments have the covariances of any nodes, or those of neighbours alone.
     any_pairs: ClassVar[bool] = False
+    solves: ClassVar[bool] = True
+    #: Whether entries of precisions have sums of rows in place of the diagonal.
+    sums: ClassVar[bool] = True
 
     @property
     def record(self) -> tuple[str, ...]:
@@ -563,10 +569,11 @@ class Sparse(Structure):
         return Sparse(layout, Pattern.of(layout.groups, every, every))
 
     def joined(self, parts: list[tuple[int, Pattern, Array]], dtype: Any) -> Array:
-        """Return the entries of the precision of independent parts of the nodes,
-        (nnz,). Nodes of no part are standard normal.
+        """Return the entries of the precision of independent parts of the nodes, as in
+        natural parameters, (nnz,). Nodes of no part are standard normal.
 
-        :param parts: the first node of each part, its pattern, and its entries.
+        :param parts: the first node of each part, its pattern, and its entries,
+            likewise.
         :param dtype: a float dtype.
         """
         entries, ones = jnp.zeros(len(self.pattern.rows), dtype), np.ones(self.nodes)
@@ -609,24 +616,28 @@ class Sparse(Structure):
         """Return mean and factors of the covariance; NaN where the precision is not
         positive definite.
 
-        ``S`` is a difference, but its eigenvalues are at least those of the prior's
+        ``S`` is a difference of large numbers where a field can imitate a number of the
+        border, such as a level. With ``Y = M^-1 B`` and ``R = B - M Y`` it is ``C - B'
+        Y - Y' R``, whose error is of second order in the rounding errors of Y; those of
+        ``F' F`` are of first order. Eigenvalues are at least those of the prior's
         precision; see :meth:`numpyro_gpaug.gaussians.groups.GroupNatural.moments`.
         """
-        entries = natural.entries[0]
-        factor = sparse_cholesky.factor(self.pattern, entries)
+        entries, border = natural.entries[0], natural.border[0]
+        factor = sparse_cholesky.factor(self.pattern, self.values(entries))
         normals = jnp.asarray(self.constraints, entries.dtype)
         free = factor.half_solve(normals) if normals.shape[-1] else normals
         first = self.first
         half = _Half(factor, _reflections(free, first), normals, first)
         own, corner = self.columns(natural.potential[0][:, None])
-        rows = half(jnp.concatenate([own, natural.border[0]], -1))
-        white, rows = rows[:, 0], rows[:, 1:]
-        whitener = linalg.inverse_cholesky(natural.corner - (rows.T @ rows)[None])
-        corner = whitener[0] @ (corner[:, 0] - rows.T @ white)
-        spread = rows @ whitener[0].T
-        white = white - spread @ corner
-        back = half.transposed(jnp.concatenate([white[:, None], spread], -1))
-        mean = jnp.concatenate([back[:, 0], corner @ whitener[0]])
+        solved = half.transposed(half(jnp.concatenate([own, border], -1)))
+        mean, gain = solved[:, 0], solved[:, 1:]
+        rest = border - self.product(entries, gain)
+        explained = linalg.precise(lambda: border.T @ gain + gain.T @ rest)()
+        explained = (explained + explained.T) / 2
+        whitener = linalg.inverse_cholesky(natural.corner - explained)
+        corner = whitener[0] @ (corner[:, 0] - gain.T @ own[:, 0])
+        cross = gain @ whitener[0].T
+        mean = jnp.concatenate([mean - cross @ corner, corner @ whitener[0]])
         gram = free.T @ free
         constrained = (
             jnp.linalg.slogdet(gram)[1] if len(gram) else jnp.zeros_like(mean[0])
@@ -634,12 +645,16 @@ class Sparse(Structure):
         leading = jax.tree.map(lambda x: x[None], factor)
         return SparseMoments(
             mean[None], leading, half.reflections[None], constrained[None],
-            natural.entries, back[None, :, 1:], whitener, self,
+            natural.entries, cross[None], whitener, self,
         )  # fmt: skip
+
+    def values(self, entries: Array) -> Array:
+        """Return the entries of a precision with its diagonal, (nnz,)."""
+        return sparse_cholesky.with_diagonal(self.pattern, entries)
 
     def product(self, entries: Array, x: Array) -> Array:
         """Return the product of a precision of the nodes with columns (N, n)."""
-        return sparse_cholesky.matvec(self.pattern, entries, x)
+        return sparse_cholesky.product(self.pattern, entries, x)
 
     def product_of_prior(self, entries: Array, x: Array) -> Array:
         """Return :meth:`product` with the precision of the prior."""
@@ -648,15 +663,15 @@ class Sparse(Structure):
     def prior(self, dtype: Any, links: Any = None) -> NodePrior:
         """Return the prior.
 
-        :param links: the entries of the precision of the nodes, (nnz,), or a tuple of
-            them and the log-determinant of the precision; ``None`` for standard normal
-            nodes.
+        :param links: the entries of the precision of the nodes, as in natural
+            parameters, (nnz,), or a tuple of them and the log-determinant of the
+            precision; ``None`` for standard normal nodes.
         """
         zeros = jnp.zeros((1, self.size), dtype)
         if links is None:
             links = self.standard(dtype).entries[0], jnp.zeros((), dtype)
         if not isinstance(links, tuple):
-            links = links, sparse_cholesky.log_det(self.pattern, links)
+            links = links, sparse_cholesky.log_det(self.pattern, self.values(links))
         entries, log_det = links
         return NodePrior(zeros, entries, log_det, self)
 
@@ -716,8 +731,12 @@ class Sparse(Structure):
             )
         row, column = left.place[:, :, None], right.place[:, None]
         product = (weights[:, None] * left.value)[..., None] * right.value[:, None]
-        product = jnp.where(row == column, 2 * product, product)
+        own = 0 if self.sums else 2 * product
+        product = jnp.where(row == column, own, product)
         entries = entries.at[pattern.places(row, column)].add(product, mode="drop")
+        for one, other in ((left, right), (right, left)) if self.sums else ():
+            sums = weights[:, None] * one.value * other.value.sum(-1, keepdims=True)
+            entries = entries.at[jnp.asarray(pattern.diagonal)[one.place]].add(sums)
         half = (weights[:, None] * left.dense).T @ right.dense
         zeros = jnp.zeros((1, self.size), dtype)
         corner = (half + half.T)[None]

@@ -25,7 +25,7 @@ from numpyro_gpaug.distributions.sparse_prior import SparsePrior, sparse_prior
 from numpyro_gpaug.gaussians import Layout, Sparse
 from numpyro_gpaug.likelihoods.expectations import base_distribution
 from numpyro_gpaug.math import linalg
-from numpyro_gpaug.math.sparse_cholesky import matvec
+from numpyro_gpaug.math.sparse_cholesky import product
 
 _AFFINE = (
     transforms.AffineTransform,
@@ -82,7 +82,11 @@ class Field(NamedTuple):
         """The same field without its arrays."""
         none: Any = None
         kept = self.prior._replace(
-            values=none, loc=none, scales=(none,) * len(self.prior.scales), log_det=none
+            values=none,
+            loc=none,
+            scales=(none,) * len(self.prior.scales),
+            log_det=none,
+            sums=none,
         )
         return self._replace(prior=kept)
 
@@ -104,7 +108,7 @@ class Field(NamedTuple):
 
     def root(self) -> Array:
         """The coordinates that independent standard normal numbers make, (N, rank)."""
-        given = self.prior.values, self.prior.log_det()
+        given = self.prior.entries, self.prior.log_det()
         moments = self.structure.prior(given[0].dtype, given).natural.moments()
         return moments.unwhiten(jnp.eye(moments.rank, dtype=given[0].dtype)).T
 
@@ -123,7 +127,7 @@ class Field(NamedTuple):
     def log_density(self, x: Array) -> Array:
         """Return the log-density of coordinates (..., N), summed."""
         prior, columns = self.prior, x.reshape(-1, x.shape[-1]).T
-        squares = (columns * matvec(prior.pattern, prior.values, columns)).sum()
+        squares = (columns * product(prior.pattern, prior.entries, columns)).sum()
         constant = self.structure.rank * float(np.log(2 * np.pi))
         each = prior.log_det() - constant
         return 0.5 * (columns.shape[1] * each - squares)
@@ -139,7 +143,7 @@ class Field(NamedTuple):
             assert coordinates is not None
             inner = coordinates(x)
             columns = inner.reshape(-1, inner.shape[-1]).T
-            found = self.root().T @ matvec(prior.pattern, prior.values, columns)
+            found = self.root().T @ product(prior.pattern, prior.entries, columns)
             return found.T.reshape(*inner.shape[:-1], -1)
 
         return Whitening(

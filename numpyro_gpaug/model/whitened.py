@@ -172,7 +172,7 @@ def parts_of(
             own = field(fn)
             assert own is not None
             parts.spreads[name] = own.prior.values, own.prior.scales
-            parts.precisions[name] = own.prior.values, own.prior.log_det()
+            parts.precisions[name] = own.prior.entries, own.prior.log_det()
             parts.values[name] = value
         elif name in sites:
             found = whitening(fn)

@@ -147,7 +147,10 @@ class MaternWeights(dist.Distribution):
         square = jnp.square(self._kappa)
         values = (square * mass + middle + squared / square) / (4 * np.pi)
         one = jnp.ones((), dtype)
-        return SparsePrior(matrices.twice, values, None, 0 * one, (one,), self._log_det)
+        return SparsePrior(
+            matrices.twice, values, None, 0 * one, (one,), self._log_det,
+            sums=square * self._mass / (4 * np.pi),
+        )  # fmt: skip
 
 
 class SPDE(Displayed):

@@ -27,6 +27,7 @@ from numpyro_gpaug.gaussians.pairs import PairedMap, PairFactors
 from numpyro_gpaug.guides import AutoLatentGaussian
 from numpyro_gpaug.infer.vi.differentiation import vjp
 from numpyro_gpaug.infer.vi.latent_gaussian import Evaluation, LatentGaussian
+from numpyro_gpaug.infer.vi.means import by_rows
 from numpyro_gpaug.infer.vi.settling import settled
 from numpyro_gpaug.infer.vi.sweeps import starts_augmented
 from numpyro_gpaug.math.compiling import jit
@@ -36,7 +37,7 @@ from numpyro_gpaug.model.latents import JOINT, Structure
 
 # The rise in nats that ends the moves, where rounding is not larger. An error in the
 # Gaussian is of second order in the bound, but of first in its gradient.
-TOLERANCE = 1e-9
+TOLERANCE = 1e-15
 # The precision of a factor that a search starts from, at least.
 LEAST = 1e-3
 # Steps of differences of gradients, in unconstrained hyperparameters.
@@ -135,14 +136,22 @@ class CollapsedBound:
         :param problem: from :meth:`problem`.
         :param start: factors to start from, if any.
         """
+        factors = self._start(problem, start)
+        return {JOINT: _given(factors, problem.maps[JOINT], problem.priors[JOINT])}
+
+    def _start(self, problem: LatentGaussian, start: Start | None) -> Any:
+        """Return the factors of :meth:`first`."""
         map_: Any = problem.maps[JOINT]
-        first = _first_factors(map_)
-        if start is not None:
-            first = jax.tree.map(
-                lambda new, known: jnp.where(start.known, known, new),
-                first, start.factors,
-            )  # fmt: skip
-        return {JOINT: _given(first, map_, problem.priors[JOINT])}
+        if problem.solves and not isinstance(map_, PairedMap):
+            first: Any = by_rows(problem, JOINT)
+        else:
+            first = _first_factors(map_)
+        if start is None:
+            return first
+        return jax.tree.map(
+            lambda new, known: jnp.where(start.known, known, new),
+            first, start.factors,
+        )  # fmt: skip
 
     def settle(
         self,
@@ -157,7 +166,8 @@ class CollapsedBound:
         :param tolerance: the rise in nats that ends the moves.
         """
         map_: Any = problem.maps[JOINT]
-        natural, safe = self.first(problem, start), self._starts_augmented
+        known, safe = self._start(problem, start), self._starts_augmented
+        natural = {JOINT: _given(known, map_, problem.priors[JOINT])}
 
         def augmented(moves: Array) -> Array | None:
             if not safe:
@@ -165,7 +175,9 @@ class CollapsedBound:
             return moves == 0 if start is None else (moves == 0) & ~start.known
 
         one = {JOINT: jnp.ones((), problem.dtype)}
-        _, evaluation, _ = settled(problem, natural, one, 1.0, augmented, tolerance)
+        _, evaluation, _ = settled(
+            problem, natural, one, 1.0, augmented, tolerance, known.precision
+        )
         factors = map_.factors(
             evaluation.marginals[JOINT], evaluation.slopes[JOINT], 0.0
         )

@@ -174,8 +174,10 @@ def check_basis(state: Any, structure: Structure) -> None:
         )
     if not structure.joint:
         return
-    here: Any = jax.tree.structure(structure.form.standard(structure.dtype))
-    if here != jax.tree.structure(state.natural[JOINT]):
+    here: Any = structure.form.standard(structure.dtype)
+    trees = [jax.tree.structure(x) for x in (here, state.natural[JOINT])]
+    sizes = [[x.shape for x in jax.tree.leaves(y)] for y in (here, state.natural)]
+    if trees[0] != trees[1] or sizes[0] != sizes[1]:
         raise ValueError(
             "the state belongs to latents of another structure: the model has another "
             "graph, mesh or number of groups than in the run that made the state. "

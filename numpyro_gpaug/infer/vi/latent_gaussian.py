@@ -198,6 +198,13 @@ class LatentGaussian:
         likelihood: Any = self.likelihood
         return bool(likelihood.competing)
 
+    @property
+    def solves(self) -> bool:
+        """Whether there is one block, and a solve with a known factor of its precision
+        takes much less time than the factor."""
+        structures = [getattr(p, "structure", None) for p in self.priors.values()]
+        return len(structures) == 1 and getattr(structures[0], "solves", False)
+
     # Minibatches of latents.
 
     def select(self, natural: Natural) -> Any:

@@ -210,6 +210,7 @@ class InBlocks:
     quadratic: ClassVar[bool] = False
     # The means of competing classes would read the data many times.
     competes: ClassVar[bool] = False
+    solves: ClassVar[bool] = False
 
     def __init__(
         self,

@@ -11,6 +11,10 @@ instead.
 Where classes compete the targets contain Newton steps of all means together, with the
 curvature of the softmax. Mixing would only disturb them.
 
+Where a factorisation costs much more than a solve, each update finds the best means
+first (:mod:`~numpyro_gpaug.infer.vi.means`), and the search ends where derivatives
+promise no further increase, without another factorisation to see that there is none.
+
 Reference: Walker and Ni (2011), Anderson acceleration for fixed-point iterations.
 """
 
@@ -25,7 +29,13 @@ from jax import Array
 from jax.flatten_util import ravel_pytree
 
 from numpyro_gpaug.infer.vi.latent_gaussian import Natural
-from numpyro_gpaug.infer.vi.sweeps import MAX_HALVINGS, backtracked_sweep, was_whole
+from numpyro_gpaug.infer.vi.means import Means, resolved, unsettled
+from numpyro_gpaug.infer.vi.sweeps import (
+    MAX_HALVINGS,
+    backtracked_sweep,
+    mix,
+    was_whole,
+)
 from numpyro_gpaug.math.compiling import few
 
 # Moves of the blocks, at most, and the rise in nats that ends those of a fit.
@@ -49,6 +59,7 @@ def settled(
     largest_step: float,
     augmented: Callable[[Array], Array | None],
     tolerance: float,
+    precision: Array | None = None,
 ) -> Place:
     """Update the blocks until the bound no longer rises.
 
@@ -60,9 +71,14 @@ def settled(
         :func:`~numpyro_gpaug.infer.vi.sweeps.backtracked_sweep`.
     :param tolerance: stop after a rise of less than this, in nats, unless rounding is
         larger.
+    :param precision: the precisions of the factors in ``natural``, if it is the prior
+        times factors, (1, n).
     :return: natural parameters, the evaluation there, whose ``rise`` is the total over
         all updates, and next step sizes.
     """
+    if problem.solves and largest_step == 1:
+        found = _settled_by_means(problem, natural, augmented, tolerance, precision)
+        return *found, steps
     # Targets are mixed only with several latents, whose targets do not know each other.
     several = sum(len(block.potential) for block in natural.values()) > 1
 
@@ -109,6 +125,114 @@ def settled(
     loop = problem.loops.while_loop
     _, (natural, evaluation, steps), _, total, _ = loop(going, move, start)
     return natural, evaluation._replace(rise=total), steps
+
+
+class _Move(NamedTuple):
+    """The state of :func:`_settled_by_means`.
+
+    :param moves: evaluations so far.
+    :param proposal: natural parameters to evaluate next.
+    :param size: the size of the step from ``natural`` to ``target`` that they are.
+    :param natural: the best natural parameters so far.
+    :param evaluation: the evaluation there.
+    :param target: the result of a whole step.
+    :param precisions: precisions of the factors behind ``natural`` and ``target``.
+    :param promise: the increase of the bound that a whole step promises.
+    :param before: the promise before the last step.
+    :param origin: the bound at the start.
+    :param gained: the sum of all promises.
+    """
+
+    moves: Array
+    proposal: Any
+    size: Array
+    natural: Any
+    evaluation: Any
+    target: Any
+    precisions: tuple[Array, Array]
+    promise: Array
+    before: Array
+    origin: Array
+    gained: Array
+
+
+def _settled_by_means(
+    problem: Any,
+    natural: Natural,
+    augmented: Callable[[Array], Array | None],
+    tolerance: float,
+    precision: Array | None,
+) -> tuple[Natural, Any]:
+    """Update a single block, with the best means before each step; parameters as for
+    :func:`settled`."""
+    ((name, first),) = natural.items()
+    unevaluated = problem.unevaluated(natural)
+    unknown = jnp.full_like(unevaluated.marginals[name].mean, jnp.inf)
+    given = unknown if precision is None else precision
+    bound = unevaluated.bound
+    infinite = jnp.full_like(bound, jnp.inf)
+
+    def move(state: _Move) -> _Move:
+        outcome = problem.evaluate({name: state.proposal})
+        old = state.evaluation
+        rose = outcome.bound >= old.bound - old.rounding
+        precision, aim = state.precisions
+        partial_ = (1 - state.size) * precision + state.size * aim
+        precision = jnp.where(state.size == 1, aim, partial_)
+
+        def accepted() -> _Move:
+            means, at = Means(problem, name, outcome), outcome.marginals[name]
+            # Infinite if the precisions are unknown.
+            mean, left, promised = means.best(
+                jnp.maximum(resolved(at, outcome.slopes[name]), tolerance),
+                lambda slopes: jnp.nan_to_num(
+                    unsettled(at, slopes, precision), nan=0.0, posinf=0.0
+                ),
+            )
+            evaluation, better = means.moved(mean)
+            step = evaluation.moments[name].mean - outcome.moments[name].mean
+            kind = augmented(state.moves)
+            slopes = problem.slopes_at(name, evaluation, kind)
+            target, aim = problem.target(name, evaluation, kind), -2 * slopes.variance
+            rest = unsettled(at, slopes, precision)
+            rest = jnp.where(jnp.isnan(rest), jnp.inf, rest)
+            whole = jnp.ones_like(state.size)
+            origin = jnp.where(state.moves == 0, outcome.bound, state.origin)
+            seen = state.gained + jnp.where(jnp.isinf(state.promise), 0, state.promise)
+            return _Move(
+                state.moves + 1, target, whole, state.proposal.moved(step), evaluation,
+                target, (precision, aim), jnp.where(better, left, 0) + rest,
+                state.promise, origin, seen + promised,
+            )  # fmt: skip
+
+        def refused() -> _Move:
+            size = 0.5 * state.size
+            return state._replace(
+                moves=state.moves + 1, size=size,
+                proposal=mix(state.natural, state.target, size),
+            )  # fmt: skip
+
+        return problem.loops.cond((state.moves == 0) | rose, accepted, refused)
+
+    def going(state: _Move) -> Array:
+        evaluation, promise = state.evaluation, state.promise
+        at, slopes = evaluation.marginals[name], evaluation.slopes[name]
+        least = jnp.maximum(resolved(at, slopes), tolerance)
+        # Rounding, if it does not fall.
+        stays = (promise > 0.5 * state.before) & (promise < evaluation.rounding)
+        short = state.size < 2.0**-MAX_HALVINGS
+        return (state.moves < MAX_MOVES) & (promise > least) & ~(stays | short)
+
+    one = jnp.ones_like(bound)
+    start = _Move(
+        jnp.int32(0), first, one, first, unevaluated, first, (given, given), infinite,
+        infinite, bound, jnp.zeros_like(bound),
+    )  # fmt: skip
+    found = problem.loops.while_loop(going, move, start)
+    evaluation = found.evaluation
+    change = evaluation.bound - found.origin
+    rise = jnp.where(change > evaluation.rounding, change, found.gained)
+    return {name: found.natural}, evaluation._replace(rise=rise)
 
 
 def _shrank(before: dict[str, Array], after: dict[str, Array]) -> Array:

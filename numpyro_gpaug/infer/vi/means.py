@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""The best means of a Gaussian with a fixed covariance.
+
+Where a factorisation takes much longer than a solve, updates that change means and
+covariance at once are wasteful: most of them are needed by the means. Here these are
+found first, by conjugate gradients with the known covariance S as preconditioner. The
+gradient ``g`` of the bound promises the increase ``g' S g / 2``. What is left is the
+change of the covariance.
+
+Polak and Ribiere (1969), Note sur la convergence de methodes de directions conjuguees;
+Nocedal and Wright (2006), Numerical optimization, section 5.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from numpyro_gpaug.gaussians.base import GaussianFactors
+from numpyro_gpaug.gaussians.pairs import PairedMap
+from numpyro_gpaug.infer.vi.latent_gaussian import Evaluation, LatentGaussian
+
+# Directions, attempts along each, and the share of the slope that may be left at the
+# end of one.
+MOST, TRIES, LEFT = 40, 14, 0.2
+# Directions that do not halve the promise end the search after so many.
+PATIENCE = 4
+# Of the promise of the covariance, what the means may leave.
+SHARE = 0.01
+# Updates of predictors as if they were independent, and how far each moves in one, in
+# standard deviations of its prior.
+ALONE, FAR = 12, 1.5
+
+
+class _Point(NamedTuple):
+    """Means, and the derivatives there.
+
+    :param mean: means of the latents, (1, size).
+    :param rows: means of the predictors, (1, n).
+    :param slopes: derivatives of the expected log-likelihood in the marginals.
+    """
+
+    mean: Array
+    rows: Array
+    slopes: Any
+
+
+class _Search(NamedTuple):
+    """The state of conjugate gradients.
+
+    :param count: directions so far.
+    :param point: the current means.
+    :param ascent: the gradient of the bound, (1, size).
+    :param step: S times the gradient.
+    :param direction: the last direction, (1, size).
+    :param promise: half of their product.
+    :param least: the smallest promise so far.
+    :param idle: directions since it has halved.
+    """
+
+    count: Array
+    point: _Point
+    ascent: Array
+    step: Array
+    direction: Array
+    promise: Array
+    least: Array
+    idle: Array
+
+
+class Means:
+    """The problem of one block with a fixed covariance.
+
+    :param problem: the problem, with one block.
+    :param name: the block.
+    :param evaluation: an evaluation whose moments have the covariance.
+    """
+
+    def __init__(
+        self, problem: LatentGaussian, name: str, evaluation: Evaluation
+    ) -> None:
+        self.problem, self.name, self.evaluation = problem, name, evaluation
+        self._map: Any = problem.maps[name]
+        self._at: Any = evaluation.marginals[name]
+
+    def best(
+        self, tolerance: Array, rest: Callable[[Any], Array]
+    ) -> tuple[Array, Array, Array]:
+        """Return the best means, the increase in nats that a further step promises, and
+        the increase that the first one promised.
+
+        :param tolerance: the promise that ends the search.
+        :param rest: the promise of the covariance, given derivatives of the expected
+            log-likelihood: the search ends at a small part of it.
+        """
+        mean = self.evaluation.moments[self.name].mean
+        start = self._point(mean, self._at.mean)
+        ascent, step, promise = self._promised(start)
+        first = _Search(
+            jnp.int32(0), start, ascent, step, step, promise, promise, jnp.int32(0)
+        )
+
+        def going(search: _Search) -> Array:
+            least = jnp.maximum(tolerance, SHARE * rest(search.point.slopes))
+            enough = search.promise <= least
+            tired = (search.count >= MOST) | (search.idle >= PATIENCE)
+            return ~(enough | tired | jnp.isnan(search.promise))
+
+        found = lax.while_loop(going, self._next, first)
+        return found.point.mean, found.promise, promise
+
+    def moved(self, mean: Array) -> tuple[Evaluation, Array]:
+        """Return the evaluation at other means, and whether the bound has not fallen;
+        if it has, the evaluation is the old one."""
+        old, name = self.evaluation, self.name
+        q, problem = old.moments[name], self.problem
+        pulled = problem.pull(name, mean) + problem.pull(name, q.mean)
+        change = 0.5 * (pulled * (mean - q.mean)).sum(-1)
+        at = self._at._replace(mean=self._map.given(mean).mean)
+        kl = {name: old.divergences[name] + change}
+        new = problem._evaluation({name: q}, {name: at}, kl)
+        better = new.bound >= old.bound - old.rounding
+        # Not of the factor, which is the same.
+        chosen = jax.tree.map(
+            lambda a, b: jnp.where(better, a, b),
+            new._replace(moments={}), old._replace(moments={}),
+        )  # fmt: skip
+        q = q._replace(mean=jnp.where(better, mean, q.mean))
+        return chosen._replace(moments={name: q}), better
+
+    def _point(self, mean: Array, rows: Array) -> _Point:
+        at = {self.name: self._at._replace(mean=rows)}
+        slopes = jax.grad(lambda at: self.problem.likelihood(at))(at)
+        return _Point(mean, rows, slopes[self.name])
+
+    def _promised(self, point: _Point) -> tuple[Array, Array, Array]:
+        """Return the gradient of the bound, the step, and half of their product."""
+        rows = self._rows(point.mean)
+        ascent = jax.vjp(rows, point.mean)[1](point.slopes.mean)[0]
+        ascent = ascent - self.problem.pull(self.name, point.mean)
+        step = self.problem.newton(self.evaluation, {self.name: ascent})[self.name]
+        return ascent, step, 0.5 * (ascent * step).sum()
+
+    def _rows(self, mean: Array) -> Any:
+        return lambda z: self._map.given(z).mean
+
+    def _next(self, search: _Search) -> _Search:
+        """Take a step along one direction."""
+        rising = (search.ascent * search.direction).sum() > 0
+        direction = jnp.where(rising, search.direction, search.step)
+        point = self._along(search.point, search.ascent, direction)
+        ascent, step, promise = self._promised(point)
+        turned = (ascent * (step - search.step)).sum()
+        share = jnp.maximum(turned, 0) / (2 * search.promise)
+        better = promise <= 0.5 * search.least
+        return _Search(
+            search.count + 1, point, ascent, step, step + share * direction, promise,
+            jnp.where(better, promise, search.least),
+            jnp.where(better, 0, search.idle + 1),
+        )  # fmt: skip
+
+    def _along(self, point: _Point, ascent: Array, direction: Array) -> _Point:
+        """Return the point along a direction where the slope of the bound has almost
+        vanished."""
+        name, problem = self.name, self.problem
+        _, rows = jax.jvp(self._rows(point.mean), (point.mean,), (direction,))
+        pull = problem.pull(name, direction) - problem.pull(name, 0 * direction)
+        pull = (pull * direction).sum()
+        first = (ascent * direction).sum()
+
+        def curvature(slopes: Any) -> Array:
+            own = 2 * slopes.variance * jnp.square(rows)
+            if isinstance(self._map, PairedMap):
+                own += rows * self._map.swapped(rows, slopes.covariance)
+            return pull - own.sum()
+
+        def attempt(carry: Any) -> Any:
+            tries, size, low, high, _, kept = carry
+            at = point.rows + size * rows
+            now = self._point(point.mean + size * direction, at)
+            moved = (now.slopes.mean - point.slopes.mean) * rows
+            slope = first + moved.sum() - size * pull
+            done = jnp.abs(slope) <= LEFT * first
+            rises = slope > 0
+            low, high = jnp.where(rises, size, low), jnp.where(rises, high, size)
+            kept = jax.tree.map(lambda a, b: jnp.where(rises | done, a, b), now, kept)
+            # Newton's step, or half of the interval where it leads out of it or comes
+            # from where the bound falls steeply.
+            next_ = size + slope / curvature(now.slopes)
+            inside = (next_ > low) & (next_ < high) & (slope > -first)
+            half = jnp.where(jnp.isinf(high), 4 * size, low + 0.25 * (high - low))
+            return tries + 1, jnp.where(inside, next_, half), low, high, done, kept
+
+        def going(carry: Any) -> Array:
+            tries, _, _, _, done, _ = carry
+            return (tries < TRIES) & ~done
+
+        bend = curvature(point.slopes)
+        size = first / jnp.where(bend > 0, bend, pull)
+        zero, infinite = jnp.zeros_like(size), jnp.full_like(size, jnp.inf)
+        start = jnp.int32(0), size, zero, infinite, jnp.array(False), point
+        return lax.while_loop(going, attempt, start)[-1]
+
+
+def unsettled(at: Any, slopes: Any, precision: Array) -> Array:
+    r"""Return an upper bound of the increase in nats that the covariance promises.
+
+    To second order an update of factors with the relative changes D of their precisions
+    w promises ``tr(D B D B) / 4`` with ``B = w^(1/2) S w^(1/2)`` for the covariance S
+    of the predictors. This is at most ``sum D^2 w v / 4``, as no eigenvalue of B
+    exceeds one.
+
+    :param at: marginals of the predictors.
+    :param slopes: derivatives of the expected log-likelihood there.
+    :param precision: the precisions of the factors behind the covariance.
+    """
+    new = -2 * slopes.variance
+    most = jnp.maximum(jnp.abs(new), jnp.abs(precision))
+    most = jnp.maximum(most, jnp.finfo(most.dtype).tiny)
+    return 0.25 * (at.variance * jnp.square(new - precision) / most).sum()
+
+
+def resolved(at: Any, slopes: Any) -> Array:
+    """Return what :func:`unsettled` is for changes of precisions that move gradients by
+    little more than rounding.
+
+    :param at: marginals of the predictors.
+    :param slopes: derivatives of the expected log-likelihood there.
+    """
+    relative = 0.01 * float(jnp.finfo(at.mean.dtype).eps)
+    return 0.25 * relative * (at.variance * 2 * jnp.abs(slopes.variance)).sum()
+
+
+def by_rows(problem: LatentGaussian, name: str) -> GaussianFactors:
+    """Return the factors of predictors as if these were independent, each with its mean
+    as a prior and a variance of one: where a search starts without any others.
+
+    :param problem: the problem.
+    :param name: the block.
+    """
+    map_: Any = problem.maps[name]
+
+    def slopes_at(mean: Array, variance: Array) -> Any:
+        at = {name: map_.given(problem.priors[name].loc)}
+        at[name] = at[name]._replace(mean=mean, variance=map_.residual + variance)
+        return jax.grad(lambda at: problem.likelihood(at))(at)[name]
+
+    def update(_: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        mean, variance = carry
+        slopes = slopes_at(mean, variance)
+        variance = 1 / (1 + jnp.maximum(-2 * slopes.variance, 0))
+        step = variance * (slopes.mean - (mean - map_.offset))
+        moved = mean + jnp.clip(step, -FAR, FAR)
+        good = jnp.isfinite(moved) & jnp.isfinite(variance)
+        return jnp.where(good, moved, mean), jnp.where(good, variance, carry[1])
+
+    start = map_.offset, jnp.ones_like(map_.offset)
+    mean, variance = lax.fori_loop(0, ALONE, update, start)
+    precision = 1 / variance - 1
+    slopes = slopes_at(mean, variance)
+    found = slopes.mean + precision * mean, precision
+    good = jnp.isfinite(found[0]) & jnp.isfinite(precision)
+    return GaussianFactors(
+        jnp.where(good, found[0], map_.offset), jnp.where(good, precision, 1)
+    )
