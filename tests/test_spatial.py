@@ -14,6 +14,7 @@ from scipy.special import k1
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.distributions.sparse_prior import sparse_prior
+from numpyro_gpaug.math.sparse_cholesky import product
 from numpyro_gpaug.spatial import Mesh, polygons
 from numpyro_gpaug.spatial.spde import MaternWeights
 from numpyro_gpaug.spatial.triangulation import smallest_angle
@@ -54,6 +55,41 @@ def test_triangles_around_points_are_well_shaped(points, edge):
     assert edges(mesh)[np.isin(mesh.triangles, nodes).all(1)].max() <= 1.5 * inner
     found = (mesh.nodes[nodes] * weights[..., None]).sum(1)
     np.testing.assert_allclose(found, inside, atol=1e-6 * np.abs(inside).max())
+
+
+def test_a_boundary_keeps_correlation_on_land():
+    """Two arms of a bay, and a lake with an island."""
+    bay = np.array([[0, 0], [3, 0], [3, 3], [2, 3], [2, 1], [1, 1], [1, 3], [0, 3.0]])
+    points = np.array([[0.9, 2.5], [2.1, 2.5], [1.5, 0.5], [1.04, 2.0]])
+    around, open_ = (
+        Mesh.around(points, 0.25, 1.5, boundary=boundary) for boundary in (bay, None)
+    )
+    assert around.size < open_.size
+    centres = around.nodes[around.triangles].mean(1)
+    outside = ~polygons.contains(bay, centres)
+    # One triangle in the water contains a point.
+    assert outside.sum() == 1
+
+    def correlation(mesh):
+        nodes, weights = map(np.asarray, mesh.project(points[:2]))
+        operator = 8 / 2.0**2 * np.diag(mesh.elements.mass)
+        operator += mesh.elements.stiffness.toarray()
+        at_points = np.zeros((mesh.size, 2))
+        np.add.at(at_points, (nodes, np.arange(2)[:, None]), weights)
+        half = np.sqrt(mesh.elements.mass)[:, None] * np.linalg.solve(
+            operator, at_points
+        )
+        covariance = half.T @ half
+        return covariance[0, 1] / np.sqrt(covariance[0, 0] * covariance[1, 1])
+
+    assert correlation(open_) > 0.3 > 0.1 > correlation(around)
+    lake, island = SQUARE * 1.5 + 0.75, SQUARE * 0.6 + 1.2
+    rings = Mesh.around(points, 0.25, 1.5, boundary=[SQUARE * 3, lake, island])
+    own = rings.nodes[rings.triangles].mean(1)
+    assert (polygons.contains(island, own)).any()
+    water = polygons.contains(lake, own) & ~polygons.contains(island, own)
+    # Those that contain a point.
+    assert water.sum() <= len(points)
 
 
 def test_elements_of_a_square():
@@ -149,6 +185,22 @@ def test_densities_of_weights(double):
             np.testing.assert_allclose(law.variance, variances, tolerance)
         # The quadratic form of draws is chi squared.
         assert abs(quadratic.mean() - mesh.size) < 5 * np.sqrt(2 * mesh.size / 100)
+
+
+def test_float32_resolves_ranges_of_many_edges():
+    """The entries of a row of the precision almost cancel each other, and their
+    rounding is the same at all nodes of a regular mesh."""
+    mesh = Mesh.around(CLOUD, (0.1, 0.4), 0.5)
+    prior = sparse_prior(MaternWeights(mesh, 30.0))
+    assert prior.values.dtype == np.float32
+    smooth = np.stack([np.ones(mesh.size), 1 + mesh.nodes[:, 0]], -1)
+    x = smooth.astype(np.float32)
+    moved = product(prior.pattern, prior.entries, jnp.asarray(x))
+    found = (x * np.asarray(moved)).sum(0)
+    (mass, stiffness), square = mesh.elements, 8 / 30.0**2
+    half = square * mass[:, None] * smooth + stiffness @ smooth
+    expected = (half**2 / mass[:, None]).sum(0) / (4 * np.pi * square)
+    np.testing.assert_allclose(found, expected, rtol=1e-3)
 
 
 def test_a_field_in_a_model():
@@ -247,6 +299,10 @@ def test_arguments_of_meshes_and_fields():
         Mesh.around([[0.0, 0.0], [np.inf, 0.0]], 0.1)
     with pytest.raises(ValueError, match=r"max_edge is \(0.2, 0.1\) and offset 1"):
         Mesh.around(SQUARE, (0.2, 0.1), 1.0)
+    with pytest.raises(ValueError, match=r"a polygon of shape \(2, 2\)"):
+        Mesh.around(SQUARE, 0.5, 1.0, boundary=SQUARE[:2])
+    with pytest.raises(ValueError, match="contains no triangle of the mesh"):
+        Mesh.around(SQUARE, 0.5, 1.0, boundary=SQUARE + 9)
     mesh = Mesh(SQUARE, [[0, 1, 2], [0, 2, 3]])
     with pytest.raises(ValueError, match=r"range has shape \(2,\)"):
         MaternWeights(mesh, jnp.ones(2))

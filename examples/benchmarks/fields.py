@@ -109,7 +109,8 @@ def mesh_of(size: int) -> Any:
     low, high = 0.002, 1.0
     for _ in range(12):
         edge = np.sqrt(low * high)
-        mesh = gpaug.spatial.Mesh.around(corners, max_edge=(edge, 0.15), offset=0.3)
+        outer = max(edge, 0.15)
+        mesh = gpaug.spatial.Mesh.around(corners, max_edge=(edge, outer), offset=0.3)
         low, high = (edge, high) if mesh.size > size else (low, edge)
     return mesh
 

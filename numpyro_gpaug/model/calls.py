@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from numpyro_gpaug.model.arguments import is_array
-from numpyro_gpaug.model.latents import Structure
+from numpyro_gpaug.model.latents import JOINT, Structure
 from numpyro_gpaug.model.signatures import argument_names
 from numpyro_gpaug.model.sources import sources
 
@@ -93,8 +93,12 @@ def check_given(
     for name, value in given.items():
         shapes = [x.shape for x in jax.tree.leaves(value)]
         if name in expected and shapes != expected[name]:
+            own = name.startswith(f"{JOINT}_auto_")
             raise ValueError(
                 f"init_params[{name!r}] has shape {shapes}, expected {expected[name]}"
+                + own
+                * ". It belongs to latents of another graph, mesh or number of "
+                "groups. Leave it out"
             )
     for block in structure.blocks:
         name = f"{block.site}_auto_precision"

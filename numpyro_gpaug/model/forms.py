@@ -162,7 +162,7 @@ def find_sparse(
             # A number of Python's: in a trace JAX traces comparisons of what is known.
             if float(off) < ROUNDING:
                 if grouping.colours:
-                    most = int(depends.sum(-1).max(initial=1))
+                    most = int(np.asarray(depends).sum(-1).max(initial=1))
                     grouping = grouping._replace(most=most)
                 found.append((grouping, np.where(depends, place, -1)))
                 break
@@ -516,4 +516,7 @@ def _following(left: list[GaussianSite], chains: tuple[Grouping, ...]) -> str:
         "every datum depends on one step, walk[t], the same of all walks, and other "
         "groups have few members. It must not depend on sums or differences of steps, "
         "or on several walks with different indices"
+        + any(len(s.shape) > 1 for s in left if s.name in along)
+        * ". If each step is a CAR of areas, gpaug.SpaceTime is the same field with a "
+        "sparse precision"
     )
