@@ -52,7 +52,7 @@ class _Point(NamedTuple):
 class _Search(NamedTuple):
     """The state of conjugate gradients.
 
-    :param count: directions so far.
+    :param taken: directions so far.
     :param point: the current means.
     :param ascent: the gradient of the bound, (1, size).
     :param step: S times the gradient.
@@ -62,7 +62,7 @@ class _Search(NamedTuple):
     :param idle: directions since it has halved.
     """
 
-    count: Array
+    taken: Array
     point: _Point
     ascent: Array
     step: Array
@@ -107,7 +107,7 @@ class Means:
         def going(search: _Search) -> Array:
             least = jnp.maximum(tolerance, SHARE * rest(search.point.slopes))
             enough = search.promise <= least
-            tired = (search.count >= MOST) | (search.idle >= PATIENCE)
+            tired = (search.taken >= MOST) | (search.idle >= PATIENCE)
             return ~(enough | tired | jnp.isnan(search.promise))
 
         found = lax.while_loop(going, self._next, first)
@@ -158,7 +158,7 @@ class Means:
         share = jnp.maximum(turned, 0) / (2 * search.promise)
         better = promise <= 0.5 * search.least
         return _Search(
-            search.count + 1, point, ascent, step, step + share * direction, promise,
+            search.taken + 1, point, ascent, step, step + share * direction, promise,
             jnp.where(better, promise, search.least),
             jnp.where(better, 0, search.idle + 1),
         )  # fmt: skip
