@@ -9,6 +9,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from numpyro.contrib.control_flow import scan
 from numpyro.infer.gibbs import GIBBS_SITES_KWARG, conditioned
 from numpyro.infer.util import log_density
 from scipy import sparse
@@ -319,6 +320,24 @@ def test_latents_of_a_constrained_field_are_drawn_at_hyperparameters(always_spar
     assert draws.shape == (2, 9)
     assert abs(draws.sum(-1)).max() < 1e-4
     assert gpaug.ICAR(lattice(3)).support(draws).all()
+
+
+def test_steps_of_a_scan_may_be_cars():
+    def model(y=None):
+        phi = numpyro.sample("phi", dist.Uniform(0, 1))
+
+        def step(x, _):
+            areas = dist.CAR(phi * x, 0.9, 1.0, lattice(3))
+            x = numpyro.sample("x", areas)
+            return x, x
+
+        _, values = scan(step, jnp.zeros(9), None, length=40)
+        with numpyro.plate("steps", 40, dim=-2), numpyro.plate("areas", 9, dim=-1):
+            numpyro.sample("y", dist.Normal(values, 0.5), obs=y)
+
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
+    fit = svi.run(KEY, 3, RNG.normal(size=(40, 9)), progress_bar=False)
+    assert np.isfinite(fit.losses).all()
 
 
 def test_gradients_of_collapsed_bounds_are_at_the_optimum(always_sparse):

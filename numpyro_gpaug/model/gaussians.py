@@ -24,7 +24,7 @@ from numpyro_gpaug.distributions.random_walk import RandomWalk2
 from numpyro_gpaug.distributions.sparse_prior import SparsePrior, sparse_prior
 from numpyro_gpaug.gaussians import Layout, Sparse
 from numpyro_gpaug.likelihoods.expectations import base_distribution
-from numpyro_gpaug.math import linalg
+from numpyro_gpaug.math import linalg, small
 from numpyro_gpaug.math.sparse_cholesky import product
 
 _AFFINE = (
@@ -273,7 +273,10 @@ def car_precision(base: dist.CAR) -> Array:
 def _(base: dist.CAR, shape: tuple[int, ...]) -> Whitening:
     # Dense, and so made only where there is no sparse form.
     def inverse() -> Array:
-        return linalg.inverse_cholesky(car_precision(base))
+        # LAPACK's triangular solves fail to compile in steps of a scan.
+        whole = car_precision(base)
+        found = small.cholesky_and_inverse(whole.reshape(-1, *whole.shape[-2:]))[1]
+        return found.reshape(whole.shape)
 
     def value(z: Array) -> Array:
         return base.loc + (jnp.swapaxes(inverse(), -1, -2) @ z[..., None])[..., 0]
