@@ -27,6 +27,7 @@ from __future__ import annotations
 from base64 import b64decode, b64encode
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
+from itertools import combinations
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -706,10 +707,21 @@ class Sparse(Structure):
         :param potential: h, (n,).
         :param precision: w, (n,).
         """
-        own = jnp.zeros(self.nodes, potential.dtype)
-        own = own.at[rows.place].add(potential[:, None] * rows.value)
+        pattern, dtype, (value, place) = self.pattern, potential.dtype, rows[-2:]
+        own = jnp.zeros(self.nodes, dtype).at[place].add(potential[:, None] * value)
         whole = jnp.concatenate([own, potential @ rows.dense])[None]
-        return self._products(rows, rows, 0.5 * precision)._replace(potential=whole)
+        weighted = precision[:, None] * value
+        entries = jnp.zeros(len(pattern.rows), dtype)
+        entries = entries.at[jnp.asarray(pattern.diagonal)[place]].add(weighted * value)
+        for s, t in combinations(range(value.shape[-1]), 2):
+            one, other = place[:, s], place[:, t]
+            product = weighted[:, s] * value[:, t] * jnp.where(one == other, 2, 1)
+            there = pattern.places(one, other)
+            entries = entries.at[there].add(product, mode="drop")
+        border = jnp.zeros((self.nodes, self.layout.others), dtype)
+        border = border.at[place].add(weighted[..., None] * rows.dense[:, None])
+        corner = (precision[:, None] * rows.dense).T @ rows.dense
+        return SparseNatural(whole, entries[None], border[None], corner[None], self)
 
     def coupling(self, left: Rows, right: Rows, cross: Array) -> Any:
         """Return the information of factors ``exp(-c p q)`` on pairs of predictors, all
