@@ -712,10 +712,12 @@ class Sparse(Structure):
         whole = jnp.concatenate([own, potential @ rows.dense])[None]
         weighted = precision[:, None] * value
         entries = jnp.zeros(len(pattern.rows), dtype)
-        entries = entries.at[jnp.asarray(pattern.diagonal)[place]].add(weighted * value)
+        own = weighted * (value.sum(-1, keepdims=True) if self.sums else value)
+        entries = entries.at[jnp.asarray(pattern.diagonal)[place]].add(own)
         for s, t in combinations(range(value.shape[-1]), 2):
             one, other = place[:, s], place[:, t]
-            product = weighted[:, s] * value[:, t] * jnp.where(one == other, 2, 1)
+            again = jnp.where(one == other, 0 if self.sums else 2, 1)
+            product = weighted[:, s] * value[:, t] * again
             there = pattern.places(one, other)
             entries = entries.at[there].add(product, mode="drop")
         border = jnp.zeros((self.nodes, self.layout.others), dtype)
