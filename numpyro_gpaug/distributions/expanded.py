@@ -32,12 +32,12 @@ class Expanded(dist.ExpandedDistribution):
         return getattr(self.base_dist, name)
 
 
-def expanded(law: Distribution, shape: tuple[int, ...]) -> Distribution:
+def expanded(fn: Distribution, shape: tuple[int, ...]) -> Distribution:
     """Return a distribution of data of a given shape, with one entry for data that
     share it.
 
-    :param law: the distribution of all data.
+    :param fn: the distribution of all data.
     :param shape: the shape of the data, with axes of an event last.
     """
-    batch_shape = shape[: len(shape) - len(law.event_shape)]
-    return law if law.batch_shape == batch_shape else Expanded(law, batch_shape)
+    batch_shape = shape[: len(shape) - len(fn.event_shape)]
+    return fn if fn.batch_shape == batch_shape else Expanded(fn, batch_shape)

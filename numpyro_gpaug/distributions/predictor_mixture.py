@@ -194,19 +194,19 @@ class PredictorMixture(Distribution):
         return dims if len(dims) == len(moving) else None
 
 
-def _parameters(law: Distribution, batch_shape: tuple[int, ...]) -> dict[int, int]:
+def _parameters(fn: Distribution, batch_shape: tuple[int, ...]) -> dict[int, int]:
     """Return the event dimensions of the parameters of a distribution and of its base
     distributions, by the identity of the arrays."""
-    if law.batch_shape != batch_shape:
+    if fn.batch_shape != batch_shape:
         return {}
     dims: dict[str, int] = {}
-    for kind in reversed(type(law).__mro__):
+    for kind in reversed(type(fn).__mro__):
         constrained = vars(kind).get("arg_constraints", {})
         if isinstance(constrained, dict):
             dims |= {k: c.event_dim for k, c in constrained.items() if _knows(c)}
-    found = {id(x): dims[name] for name, x in vars(law).items() if name in dims}
+    found = {id(x): dims[name] for name, x in vars(fn).items() if name in dims}
     inner = jax.tree.leaves(
-        law, is_leaf=lambda x: isinstance(x, Distribution) and x is not law
+        fn, is_leaf=lambda x: isinstance(x, Distribution) and x is not fn
     )
     for each in inner:
         if isinstance(each, Distribution):

@@ -110,10 +110,10 @@ class _Independent(Reparam):
             white = (factor @ apart[..., None])[..., 0]
         scale = jnp.broadcast_to(jnp.exp(log_scale), apart.shape)
         away = scale * white
-        law = dist.Normal(away, scale).to_event(fn.event_dim)
+        found = dist.Normal(away, scale).to_event(fn.event_dim)
         if isinstance(fn, dist.MaskedDistribution):
-            law = law.mask(fn._mask)
-        return law, jnp.zeros_like(away)
+            found = found.mask(fn._mask)
+        return found, jnp.zeros_like(away)
 
 
 def _log_scale(factor: Array) -> Array:

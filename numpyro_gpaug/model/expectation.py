@@ -200,8 +200,8 @@ class ExpectedLogLikelihood:
             return ()
         found: list[str] = []
         for site in self.sites:
-            law = base_distribution(self.likelihoods[site.name].fn)
-            entry = lookup_expectation(type(law))
+            fn = base_distribution(self.likelihoods[site.name].fn)
+            entry = lookup_expectation(type(fn))
             if entry is not None and entry.competing:
                 found += site.predictors
         return tuple(found)

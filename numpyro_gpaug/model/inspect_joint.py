@@ -139,8 +139,8 @@ class Reading:
         for name, spread in self.parts.spreads.items():
             if sources := self._sources(spread):
                 return {s: f"it is in the scale of {name!r}" for s in sources}
-        for name, law in self.parts.others.items():
-            if sources := self._sources(law.tree[0]):
+        for name, fn in self.parts.others.items():
+            if sources := self._sources(fn.tree[0]):
                 return {s: f"the prior of {name!r} depends on it" for s in sources}
         for name in self._survey.observed:
             if reason := self._why_not(name):

@@ -466,8 +466,8 @@ class JointView:
 
     def message(self, site: str) -> dict[str, Any]:
         """Return the message of an observed site, at latents of zero."""
-        law = self._at_zero(self._program.outputs.likelihoods[site])
-        named = dict(zip(("fn", "value", "scale"), law, strict=True))
+        parts = self._at_zero(self._program.outputs.likelihoods[site])
+        named = dict(zip(("fn", "value", "scale"), parts, strict=True))
         return {"is_observed": site in self._shown, **named}
 
     def expected(self, bound: str) -> ExpectedLogLikelihood:

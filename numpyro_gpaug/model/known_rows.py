@@ -32,15 +32,15 @@ def local_names(structure: Structure) -> set[str]:
     return {s.name for s in structure.sites if s.local}
 
 
-def refuse_others(site: Observed, law: Any, structure: Structure) -> None:
+def refuse_others(site: Observed, fn: Any, structure: Structure) -> None:
     """Raise for observations that a Gaussian cannot be conditioned on.
 
     :param site: a site that is observed at the new rows.
-    :param law: its distribution.
+    :param fn: its distribution.
     :param structure: the structure of the model there.
     """
     chained = {name for steps in structure.recurrences for name, _ in steps.sites}
-    normal = isinstance(base_distribution(law), dist.Normal)
+    normal = isinstance(base_distribution(fn), dist.Normal)
     if (
         site.route is Route.CLOSED_FORM
         and normal
@@ -50,7 +50,7 @@ def refuse_others(site: Observed, law: Any, structure: Structure) -> None:
     raise NotConjugateError(
         f"site {site.name!r} is observed at the new rows and shares latents with "
         "the prediction. Conditioning on it needs Normal observations of latents "
-        f"in plates, and it is {type(base_distribution(law)).__name__}. Mask it "
+        f"in plates, and it is {type(base_distribution(fn)).__name__}. Mask it "
         "there (numpyro.handlers.mask), or fit the new rows too, with the "
         "prediction masked, and draw, numpyro.infer.Predictive(model, guide=guide, "
         "params=fit.params, num_samples=...)"
@@ -61,7 +61,7 @@ def conditioned(
     q: Any,
     structure: Structure,
     predictors: list[Predictors],
-    laws: list[Likelihood],
+    likelihoods: list[Likelihood],
 ) -> Moments:
     """Return the Gaussian on the latents at new rows, given other observations of these
     rows. Only the rows' own latents are conditioned, given all other latents, which
@@ -71,7 +71,7 @@ def conditioned(
     :param q: a Gaussian in which the latents of new rows have their prior.
     :param structure: the structure of the model at the new rows.
     :param predictors: predictors of Normal observations.
-    :param laws: the distributions of these observations.
+    :param likelihoods: the distributions of these observations.
     """
     numbers = structure.split(np.arange(structure.size))
     own = np.concatenate([numbers[k].ravel() for k in sorted(local_names(structure))])
@@ -80,7 +80,8 @@ def conditioned(
     maps = [p.dense for p in predictors]
     projection = jnp.concatenate([m.projection[0] for m in maps], -1)
     parts = [
-        _factors(m, law, m(mean[None])[0]) for m, law in zip(maps, laws, strict=True)
+        _factors(m, likelihood, m(mean[None])[0])
+        for m, likelihood in zip(maps, likelihoods, strict=True)
     ]
     slope, precision = (jnp.concatenate(x) for x in zip(*parts, strict=True))
     ours = projection[own]
@@ -94,17 +95,17 @@ def conditioned(
     return Moments(mean.at[own].set(given @ slope)[None], rows[None])
 
 
-def _factors(map_: AffineMap, law: Likelihood, at: Array) -> tuple[Array, Array]:
+def _factors(map_: AffineMap, likelihood: Likelihood, at: Array) -> tuple[Array, Array]:
     """Return slopes and curvatures, flat, of the log-density of Normal observations in
     their predictors, including the variance that inducing values do not explain."""
-    fn, value = law.fn, feasible(law.fn, law.value)
+    fn, value = likelihood.fn, feasible(likelihood.fn, likelihood.value)
     shape = jnp.shape(base_distribution(fn).loc)
 
     def density(loc: Array) -> Array:
         def log_prob(d: Any) -> Array:
             return dist.Normal(loc.reshape(shape), d.scale).log_prob(value)
 
-        return jnp.asarray(scaled_sum(through_wrappers(fn, log_prob), law.scale))
+        return jnp.asarray(scaled_sum(through_wrappers(fn, log_prob), likelihood.scale))
 
     slope, curved = jax.jvp(jax.grad(density), (at,), (jnp.ones_like(at),))
     shrunk = 1 / (1 - curved * map_.residual[0])

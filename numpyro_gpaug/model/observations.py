@@ -113,14 +113,14 @@ def check_shape(name: str, site: dict[str, Any]) -> None:
         )
 
 
-def check_law(name: str, law: dist.Distribution) -> None:
+def check_distribution(name: str, fn: dist.Distribution) -> None:
     """Raise for a distribution of observations that lacks attributes NumPyro requires.
 
     :param name: the site.
-    :param law: its distribution.
+    :param fn: its distribution.
     :raises TypeError: naming the attribute that its class lacks.
     """
-    base = base_distribution(law)
+    base = base_distribution(fn)
     cls = type(base)
     if base.support is None:
         raise TypeError(
@@ -247,7 +247,7 @@ def valid_observations(trace: Trace) -> dict[tuple[str, str], Array]:
         fn, value = site["fn"], jnp.asarray(site["value"])
         if isinstance(base_distribution(fn), dist.Unit):
             continue  # numpyro.factor
-        check_law(name, fn)
+        check_distribution(name, fn)
         inside = fn.support(value)
         if isinstance(fn, dist.MaskedDistribution):
             inside = inside | ~jnp.asarray(fn._mask)

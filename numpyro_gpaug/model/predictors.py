@@ -160,8 +160,8 @@ def are_normal(sites: tuple[Observed, ...], likelihoods: dict[str, Likelihood]) 
     """
     closed = [s.name for s in sites if s.route is Route.CLOSED_FORM]
     rest = [s for s in sites if s.route not in (Route.CLOSED_FORM, Route.CONSTANT)]
-    laws = [type(base_distribution(likelihoods[name].fn)) for name in closed]
-    return not rest and all(law is dist.Normal for law in laws)
+    kinds = [type(base_distribution(likelihoods[name].fn)) for name in closed]
+    return not rest and all(kind is dist.Normal for kind in kinds)
 
 
 def of_site(

@@ -78,11 +78,11 @@ def sources(
         messages = list(trace.values())
         observed = [m for m in messages if m["type"] == "sample" and m["is_observed"]]
         processes = [m["fn"] for m in messages if isinstance(m.get("fn"), Conditional)]
-        laws = [base_distribution(m["fn"]) for m in observed]
-        parameters = [[vars(x).get(k) for k in x.arg_constraints] for x in laws]
+        fns = [base_distribution(m["fn"]) for m in observed]
+        parameters = [[vars(x).get(k) for k in x.arg_constraints] for x in fns]
         # Factors, terms of the density, may well be sums over rows.
-        terms = [p for x, p in zip(laws, parameters, strict=True) if _is_factor(x)]
-        others = [p for x, p in zip(laws, parameters, strict=True) if not _is_factor(x)]
+        terms = [p for x, p in zip(fns, parameters, strict=True) if _is_factor(x)]
+        others = [p for x, p in zip(fns, parameters, strict=True) if not _is_factor(x)]
         return (
             [m["value"] for m in observed],
             [f.gp.factor for f in processes],
@@ -124,8 +124,8 @@ def names_of_arrays(
     return Arguments.select_arrays((args, kwargs), of_leaves)
 
 
-def _is_factor(law: dist.Distribution) -> bool:
-    return isinstance(law, dist.Unit)
+def _is_factor(fn: dist.Distribution) -> bool:
+    return isinstance(fn, dist.Unit)
 
 
 def pooled_inputs(

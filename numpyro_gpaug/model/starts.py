@@ -87,7 +87,7 @@ def _quantile(prior: Distribution, normal: Array) -> Array:
     if isinstance(prior, Normal):
         return prior.loc + prior.scale * normal
     if isinstance(prior, TransformedDistribution):
-        # Up or down: the law of a start is the same from either end.
+        # Up or down: the distribution of a start is the same from either end.
         value = _quantile(prior.base_dist, normal)
         for transform in prior.transforms:
             value = transform(value)

@@ -548,7 +548,7 @@ class Predictor:
             log_weights = fitted.members.log_weights
             answer = Ordered(mixed(what, answer.tree, log_weights, **how))
         if what == "y":
-            # Last: mixtures take laws apart.
+            # Last: mixtures take distributions apart.
             answer = Ordered(expanded(answer.tree, shapes[-1]))
         return answer, ready
 

@@ -219,11 +219,11 @@ def integrated(
             drawer.part(modes[0].point)
         bar.set_description("first draws")
         with clock.part("first draws"):
-            laws = tuple(m.law for m in modes)
+            components = tuple(m.component for m in modes)
             for known in drawer.modes:
-                known.law = laws[0]
+                known.component = components[0]
             share = FIRST_FROM_PRIOR if len(prior) else 0.0
-            proposal = Proposal(laws, (1.0,), share)
+            proposal = Proposal(components, (1.0,), share)
             points = rng.permutation(proposal.draws(num, prior, rng))
             # Draws that are alike have the same width.
             numbers = np.arange(num * draws) // drawer.alike % len(WIDENINGS)
@@ -239,19 +239,21 @@ def integrated(
             modes = _further_modes(modes, drawer, points, target - density, precise)
         bar.set_description("draws")
         with clock.part("draws"):
-            laws, weights = tuple(m.law for m in modes), target - density
+            components, weights = tuple(m.component for m in modes), target - density
             if drawer.apart is not None:
                 widths = np.full((num, draws), width)
-                laws, points, weights = approached(
-                    drawer, laws, first, points, ratios, prior, widths, share, rng
+                components, points, weights = approached(
+                    drawer, components, first, points, ratios, prior, widths, share, rng
                 )
-            proposal = _final(laws, points, weights, bool(len(prior)))
+            proposal = _final(components, points, weights, bool(len(prior)))
             # The first were used before.
             pool = Pool(drawer, np.full(draws, width), prior[::-1], rng)
             weighted = pool.draw(proposal, num_points)
             _refuse_none(weighted.log_ratios)
             bar.set_description("further draws")
-            weighted = extended(pool, weighted, laws[0], num_points, programs.chunk)
+            weighted = extended(
+                pool, weighted, components[0], num_points, programs.chunk
+            )
     return Run(
         programs, arrays, weighted, *pool.drawn, clock, drawer.evaluations, width,
         f"Importance sampling{drawer.weighed}", int(rng.integers(2**32)), modes,
@@ -301,8 +303,8 @@ def sampled(
         _refuse_none(_without_failures(ratios))
         weighted = Weighted.of(points, ratios, normalised=False, alike=drawer.alike)
         assert weighted.khat is not None  # computed here, where it is timed
-    law = StudentT.symmetric(mean, np.cov(points.T) + 1e-9 * np.eye(len(mean)))
-    mode = Mode(mean, value, law)
+    component = StudentT.symmetric(mean, np.cov(points.T) + 1e-9 * np.eye(len(mean)))
+    mode = Mode(mean, value, component)
     worth = effective_sample_size(points[None]).min() / num_points
     way = (
         f"NUTS on the collapsed model (its {points.shape[1]} hyperparameters are too "
@@ -369,17 +371,19 @@ def _further_modes(
 
 
 def _final(
-    laws: tuple[StudentT, ...],
+    components: tuple[StudentT, ...],
     points: np.ndarray,
     log_weights: np.ndarray,
     proper: bool,
 ) -> Proposal:
-    better, shares = refined(laws, points, log_weights)
+    better, shares = refined(components, points, log_weights)
     total = sum(shares)
     own = tuple((1 - AT_MODE) * s / total for s in shares)
     # Twice as wide: weights that are largest far out look like a heavy tail.
-    wide = tuple(law._replace(sides=2 * law.sides) for law in laws)
-    first = tuple(AT_MODE / len(laws) for _ in laws)
+    wide = tuple(
+        component._replace(sides=2 * component.sides) for component in components
+    )
+    first = tuple(AT_MODE / len(components) for _ in components)
     return Proposal((*better, *wide), (*own, *first), FROM_PRIOR if proper else 0.0)
 
 

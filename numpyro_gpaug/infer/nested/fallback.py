@@ -62,11 +62,13 @@ def corrected(run: Run, programs: Programs, key: Array, num_samples: int) -> Cor
     :param key: random key.
     :param num_samples: the number of draws of all chains together.
     """
-    arrays, law = run.arrays, run.modes[0].law
+    arrays, component = run.arrays, run.modes[0].component
     dtype = programs.hyper.dtype
-    centre, axes = (jnp.asarray(x, dtype) for x in law[:2])
+    centre, axes = (jnp.asarray(x, dtype) for x in component[:2])
 
-    at_mode = programs.evaluate(law.mode[None], run.starts[0], arrays, gradient=True)
+    at_mode = programs.evaluate(
+        component.mode[None], run.starts[0], arrays, gradient=True
+    )
     q = jax.tree.map(lambda x: x[0], at_mode.moments)
 
     def placed(draw: dict[str, Array]) -> tuple[Array, Array]:
@@ -81,7 +83,7 @@ def corrected(run: Run, programs: Programs, key: Array, num_samples: int) -> Cor
 
     rng = np.random.default_rng(run.seed)
     chosen = run.weighted.resampled(CHAINS, rng) // run.weighted.log_ratios.shape[1]
-    white = law.along(run.weighted.points[chosen])
+    white = component.along(run.weighted.points[chosen])
     noise_key, chain_key = random.split(random.fold_in(key, 5))
     shape = CHAINS, programs.structure.form.rank
     start = {

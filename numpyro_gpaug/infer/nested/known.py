@@ -14,8 +14,8 @@ from numpyro_gpaug.infer.nested.proposal import StudentT
 
 # Numbers of factors that are kept.
 REMEMBERED = 2**24
-# Hyperparameters that are closer to each other, in units of their law, are one to a
-# spline, whose equations they would make singular.
+# Hyperparameters that are closer to each other, in units of the t distribution, are
+# one to a spline, whose equations they would make singular.
 CLOSE = 0.05
 # The sum of the sizes of a spline's weights, which add up to one: it is larger outside
 # of what is known.
@@ -41,7 +41,7 @@ class Known:
         self._room = max(REMEMBERED // max(int(self._ends[-1]), 1), 1)
         self._points = np.zeros((0, dimension))
         self._rows: list[np.ndarray] = []
-        self.law: StudentT | None = None
+        self.component: StudentT | None = None
         self._spline: Spline | None = None
 
     def add(self, points: np.ndarray, factors: Any) -> None:
@@ -131,7 +131,7 @@ class Known:
         return np.concatenate([x.reshape(len(x), -1) for x in leaves], 1)
 
     def _white(self, points: np.ndarray) -> np.ndarray:
-        return points if self.law is None else self.law.along(points)
+        return points if self.component is None else self.component.along(points)
 
 
 class Spline:

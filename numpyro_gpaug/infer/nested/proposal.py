@@ -12,9 +12,9 @@ from scipy import special
 # Degrees of freedom: tails that those of a posterior in unconstrained space, which fall
 # like exponentials at the slowest, do not exceed.
 FREEDOM = 6.0
-# How much of the points comes from the law at the mode, and from the prior, when there
-# is a better one. With the prior among them no weight exceeds the largest likelihood
-# over its share, and modes elsewhere can be seen.
+# How much of the points comes from the t distribution at the mode, and from the prior,
+# when there is a better one. With the prior among them no weight exceeds the largest
+# likelihood over its share, and modes elsewhere can be seen.
 AT_MODE, FROM_PRIOR = 0.2, 0.1
 
 
@@ -80,12 +80,12 @@ class StudentT(NamedTuple):
 class Proposal(NamedTuple):
     """A mixture of t distributions and the prior.
 
-    :param laws: the t distributions.
+    :param components: the t distributions.
     :param shares: the share of points of each.
     :param from_prior: the share of draws from the prior.
     """
 
-    laws: tuple[StudentT, ...]
+    components: tuple[StudentT, ...]
     shares: tuple[float, ...]
     from_prior: float
 
@@ -108,7 +108,9 @@ class Proposal(NamedTuple):
         """
         own, counts = self.counts(num)
         parts = [
-            law.draws(n, rng) for law, n in zip(self.laws, counts, strict=True) if n
+            component.draws(n, rng)
+            for component, n in zip(self.components, counts, strict=True)
+            if n
         ]
         return np.concatenate([prior[:own], *parts])
 
@@ -122,14 +124,17 @@ class Proposal(NamedTuple):
         :param num: number of points that were drawn.
         """
         own, counts = self.counts(num)
-        terms = [np.log(n) + law.log_density(points) for law, n in self._used(counts)]
+        terms = [
+            np.log(n) + component.log_density(points)
+            for component, n in self._used(counts)
+        ]
         if own:
             terms.append(np.log(own) + log_prior)
         return special.logsumexp(terms, axis=0) - np.log(num)
 
     def _used(self, counts: list[int]) -> list[tuple[StudentT, int]]:
-        pairs = zip(self.laws, counts, strict=True)
-        return [(law, n) for law, n in pairs if n]
+        pairs = zip(self.components, counts, strict=True)
+        return [(component, n) for component, n in pairs if n]
 
 
 def tempered(log_weights: np.ndarray, least: float) -> np.ndarray:
@@ -143,47 +148,49 @@ def tempered(log_weights: np.ndarray, least: float) -> np.ndarray:
 
 
 def refined(
-    laws: tuple[StudentT, ...], points: np.ndarray, log_weights: np.ndarray
+    components: tuple[StudentT, ...], points: np.ndarray, log_weights: np.ndarray
 ) -> tuple[tuple[StudentT, ...], tuple[float, ...]]:
     """Return two distributions for each given one, and their shares: one split, and one
     moved to the weighted mean, with the width of the weighted points near it.
 
-    :param laws: distributions at the modes.
+    :param components: distributions at the modes.
     :param points: points, (n, d), drawn from them and the prior.
     :param log_weights: log-weights of the points, up to a constant.
     :return: distributions, and their shares.
     """
     d = points.shape[1]
-    nearest = np.argmax([law.log_density(points) for law in laws], axis=0)
+    nearest = np.argmax(
+        [component.log_density(points) for component in components], axis=0
+    )
     total = special.softmax(log_weights)
     found: list[StudentT] = []
     shares: list[float] = []
-    for i, law in enumerate(laws):
+    for i, component in enumerate(components):
         own = (nearest == i) & np.isfinite(log_weights)
         share = max(float(total[own].sum()), 0.1)
         if own.sum() < 10 * (d + 1):
-            found.append(law)
+            found.append(component)
             shares.append(share)
             continue
         weights = tempered(log_weights[own], 5.0 * (d + 1))
         mean = weights @ points[own]
         apart = points[own] - mean
         covariance = (weights[:, None] * apart).T @ apart
-        # A little of the law at the mode: few points may lie in a plane.
-        covariance += 0.05 * law.axes @ law.axes.T
-        found += [_split(law, points[own], weights)]
+        # A little of the distribution at the mode: few points may lie in a plane.
+        covariance += 0.05 * component.axes @ component.axes.T
+        found += [_split(component, points[own], weights)]
         found += [StudentT.symmetric(mean, covariance)]
         shares += [0.6 * share, 0.4 * share]
     return tuple(found), tuple(shares)
 
 
-def _split(law: StudentT, points: np.ndarray, weights: np.ndarray) -> StudentT:
+def _split(component: StudentT, points: np.ndarray, weights: np.ndarray) -> StudentT:
     """Return the distribution with the scales of the weighted points on either side."""
-    x, count = law.along(points), 1 / np.square(weights).sum()
+    x, count = component.along(points), 1 / np.square(weights).sum()
     squares = weights[:, None] * np.square(x)
     sides = []
     for side in (x < 0, x >= 0):
-        # As if two more had been seen that the law is right about.
+        # As if two more had been seen that the distribution is right about.
         seen = count * (weights[:, None] * side).sum(0)
         sides.append((count * (squares * side).sum(0) + 2) / (seen + 2))
-    return law._replace(sides=np.clip(np.sqrt(sides), 0.3, 4.0))
+    return component._replace(sides=np.clip(np.sqrt(sides), 0.3, 4.0))

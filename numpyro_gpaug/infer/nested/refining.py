@@ -89,7 +89,7 @@ class Pool:
 
 
 def extended(
-    pool: Pool, weighted: Weighted, law: StudentT, asked: int, least: int
+    pool: Pool, weighted: Weighted, component: StudentT, asked: int, least: int
 ) -> Weighted:
     """Draw in rounds until k-hat is clearly below its limit and the effective number of
     points is .6 of the requested number. Rounds end earlier at eight times as many
@@ -98,7 +98,7 @@ def extended(
 
     :param pool: the pool with the requested points.
     :param weighted: its draws.
-    :param law: the distribution at the mode, whose axes define distances.
+    :param component: the distribution at the mode, whose axes define distances.
     :param asked: the requested number of points.
     :param least: the smallest number of points in a round.
     """
@@ -110,8 +110,8 @@ def extended(
             break
         log_weights = log_mean_exp(weighted.log_ratios, 1)
         parts = (
-            about_the_largest(law, pool.points, log_weights, each),
-            as_wide_as_all(law, pool.points, log_weights),
+            about_the_largest(component, pool.points, log_weights, each),
+            as_wide_as_all(component, pool.points, log_weights),
         )
         weighted = pool.draw(Proposal(parts, (0.5, 0.5), 0.0), each)
         khats.append(weighted.khat)
@@ -124,33 +124,33 @@ def _is_sure(weighted: Weighted, asked: int) -> bool:
 
 
 def about_the_largest(
-    law: StudentT, points: np.ndarray, log_weights: np.ndarray, num: int
+    component: StudentT, points: np.ndarray, log_weights: np.ndarray, num: int
 ) -> StudentT:
     """Return a t distribution around the point with the largest weight, as wide as the
     points near it.
 
-    :param law: the distribution at the mode.
+    :param component: the distribution at the mode.
     :param points: points, (n, d).
     :param log_weights: log-weights, (n,).
     :param num: the number of points that count as near.
     """
     centre = points[np.argmax(log_weights)]
-    white = law.along(points) - law.along(centre[None])
+    white = component.along(points) - component.along(centre[None])
     near = np.argsort(np.square(white).sum(1))[:num]
     # Half by weight, as one of many points may have all of it.
     weights = special.softmax(log_weights)[near] + 1 / len(points)
     apart = points[near] - centre
     covariance = (weights[:, None] * apart).T @ apart / weights.sum()
-    covariance += 1e-4 * law.axes @ law.axes.T
+    covariance += 1e-4 * component.axes @ component.axes.T
     return StudentT.symmetric(centre, covariance)
 
 
 def as_wide_as_all(
-    law: StudentT, points: np.ndarray, log_weights: np.ndarray
+    component: StudentT, points: np.ndarray, log_weights: np.ndarray
 ) -> StudentT:
     """Return a t distribution with the mean and the covariance of weighted points.
 
-    :param law: the distribution at the mode.
+    :param component: the distribution at the mode.
     :param points: points, (n, d).
     :param log_weights: log-weights, (n,).
     """
@@ -158,5 +158,5 @@ def as_wide_as_all(
     mean = weights @ points
     apart = points - mean
     covariance = (weights[:, None] * apart).T @ apart
-    covariance += 1e-4 * law.axes @ law.axes.T
+    covariance += 1e-4 * component.axes @ component.axes.T
     return StudentT.symmetric(mean, covariance)

@@ -21,25 +21,27 @@ SURE = 2.5
 
 
 def moved(
-    laws: tuple[StudentT, ...], points: np.ndarray, log_weights: np.ndarray
+    components: tuple[StudentT, ...], points: np.ndarray, log_weights: np.ndarray
 ) -> tuple[tuple[StudentT, ...], float]:
     """Return distributions moved to the weighted means of the points nearest to each,
     and the largest distance moved.
 
-    :param laws: distributions of the hyperparameters.
+    :param components: distributions of the hyperparameters.
     :param points: points, (n, d), drawn from them.
     :param log_weights: log-weights of the points.
     """
     d = points.shape[1]
-    nearest = np.argmax([law.log_density(points) for law in laws], axis=0)
+    nearest = np.argmax(
+        [component.log_density(points) for component in components], axis=0
+    )
     found, far = [], 0.0
-    for i, law in enumerate(laws):
+    for i, component in enumerate(components):
         own = (nearest == i) & np.isfinite(log_weights)
         if own.sum() >= 10 * (d + 1):
             mean = tempered(log_weights[own], 3.0 * (d + 1)) @ points[own]
-            far = max(far, float(np.sqrt(law.distances(mean[None])[0])))
-            law = law._replace(mode=mean)
-        found.append(law)
+            far = max(far, float(np.sqrt(component.distances(mean[None])[0])))
+            component = component._replace(mode=mean)
+        found.append(component)
     return tuple(found), far
 
 
@@ -63,7 +65,7 @@ def corner_mean(corner: np.ndarray, log_weights: np.ndarray) -> np.ndarray:
 
 def approached(
     drawer: Any,
-    laws: tuple[StudentT, ...],
+    components: tuple[StudentT, ...],
     first: Any,
     points: np.ndarray,
     ratios: np.ndarray,
@@ -76,7 +78,7 @@ def approached(
     drawn with their log-weights.
 
     :param drawer: draws the latents; its shift is set.
-    :param laws: the first distributions.
+    :param components: the first distributions.
     :param first: draws at the first points.
     :param points: points, (n, d).
     :param ratios: log-weights of their draws, (n, draws).
@@ -88,16 +90,16 @@ def approached(
     num, drawn = len(points), first
     for _ in range(ROUNDS):
         weights = log_mean_exp(ratios, 1)
-        better, far = moved(laws, points, weights)
+        better, far = moved(components, points, weights)
         shift = corner_mean(drawn.corner, ratios[:, :: drawer.alike])
         if far < NEAR and np.abs(shift - drawer.shift).max(initial=0) < NEAR:
             break
-        laws, drawer.shift = better, shift
-        shares = tuple(1.0 for _ in laws)
-        proposal = Proposal(laws, shares, from_prior)
+        components, drawer.shift = better, shift
+        shares = tuple(1.0 for _ in components)
+        proposal = Proposal(components, shares, from_prior)
         points = rng.permutation(proposal.draws(num, prior, rng))
         drawn = drawer.draw(points, widths, found=False, kept=False)
         density = proposal.log_density(points, drawn.log_prior, num)
         ratios = drawn.log_joint_over_q - density[:, None]
         ratios = np.where(np.isfinite(ratios), ratios, -np.inf)
-    return laws, points, log_mean_exp(ratios, 1)
+    return components, points, log_mean_exp(ratios, 1)

@@ -25,12 +25,12 @@ class Mode(NamedTuple):
 
     :param point: the mode, (d,).
     :param value: the log-density there.
-    :param law: a t distribution around it.
+    :param component: a t distribution around it.
     """
 
     point: np.ndarray
     value: float
-    law: StudentT
+    component: StudentT
 
 
 def climb(evaluate: Evaluate, start: np.ndarray, precise: bool) -> Mode:
@@ -96,11 +96,11 @@ def another(
     :param log_weights: normalised log-weights, (n,).
     """
     d = points.shape[1]
-    far = np.min([m.law.distances(points) for m in modes], axis=0) > 9 + 4 * d
+    far = np.min([m.component.distances(points) for m in modes], axis=0) > 9 + 4 * d
     weights = np.where(far, np.exp(log_weights), 0)
     return points[np.argmax(weights)] if weights.sum() > 0.02 else None
 
 
 def is_new(mode: Mode, modes: list[Mode]) -> bool:
     """Whether a search ended at a new mode."""
-    return all(m.law.distances(mode.point[None])[0] > 1 for m in modes)
+    return all(m.component.distances(mode.point[None])[0] > 1 for m in modes)

@@ -215,7 +215,7 @@ def _smoothed(log_ratios: np.ndarray) -> np.ndarray:
     kept = np.maximum(log_ratios, log_ratios.max() - 700)
     if kept.max() - log_mean_exp(kept) < np.log(3):  # none is far out
         return log_ratios
-    # A tail of ties has no law.
+    # A tail of ties has no shape.
     kept = kept + 1e-9 * np.random.default_rng(0).normal(size=len(kept))
     with np.errstate(all="ignore"):
         found = smoothed(kept).log_weights
