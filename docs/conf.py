@@ -86,6 +86,8 @@ if os.environ.get("GPAUG_DOCS_FAST"):
     if metadata.version("jaxlib").startswith("0.10."):
         xla_flags.append("--xla_cpu_use_fusion_emitters=false")
         xla_flags.append("--xla_cpu_parallel_codegen_split_count=1")
+        # 0.10.1 writes lines about harmless options of each program that it reads.
+        os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
     # What one page compiled another reads; programs do not say where they come from.
     os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
     programs = tempfile.TemporaryDirectory(prefix="programs-")
@@ -97,7 +99,10 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "none"
 autoclass_content = "class"
 autodoc_preserve_defaults = True
-autodoc_default_options = {"members": True, "special-members": "__call__"}
+autodoc_default_options = {
+    "members": True, "special-members": "__call__",
+    "exclude-members": "view",  # the class of a guide's views is for this package
+}  # fmt: skip
 # A link that leads nowhere is an error. Docstrings that are inherited from NumPyro have
 # some to what no list in inventories/ has; a test holds our own to those lists.
 nitpicky = True

@@ -188,7 +188,8 @@ def test_all_augmentations_are_here() -> None:
 
 @pytest.mark.parametrize(
     "latents",
-    ["one latent", "two latents",
+    ["two latents",
+     pytest.param("one latent", marks=pytest.mark.slow),
      pytest.param("three latents", marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_ranks_are_uniform(latents) -> None:

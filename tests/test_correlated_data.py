@@ -209,6 +209,7 @@ def test_one_matrix_of_all_data_against_linear_algebra(x64):
         posterior.predict_y(np.ones((2501, 2)), np.eye(2501))
 
 
+@pytest.mark.slow
 def test_matrices_over_hyperparameters(x64):
     """Predictions are mixtures, and draws have the shape of the data."""
     nested = gpaug.NestedVI(matrix_of_rows, num_points=64, progress_bar=False)

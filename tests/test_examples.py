@@ -103,6 +103,7 @@ def test_drawn_classes_err_as_all_classes_do(tmp_path: Path) -> None:
     assert max(errors.values()) < errors["whole"] + 0.05
 
 
+@pytest.mark.slow
 def test_benchmark_of_fields_runs_at_small_sizes(tmp_path: Path) -> None:
     cases = ["--cases", "lattice log det", "lattice icar"]
     run("benchmarks/fields", tmp_path, "--quick", *cases, "--json", "found.json")
@@ -130,6 +131,7 @@ def test_benchmark_of_series_runs_at_small_sizes(tmp_path: Path) -> None:
     assert max(found[k] for k in ("bound", "dense", "slope", "mean", "variance")) < 1e-8
 
 
+@pytest.mark.slow
 def test_benchmark_of_first_results_measures_every_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -212,6 +212,7 @@ def elsewhere():
     return new, classes()[0].predict_f(new[:4], full_covariance=True)
 
 
+@pytest.mark.slow
 def test_learns_in_batches() -> None:
     posterior, _, result, (X, y), _ = classes()
     assert result.losses[-20:].mean() < 0.6 * result.losses[0]

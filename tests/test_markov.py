@@ -179,6 +179,7 @@ def moments_of_effects(t, x, group, y, new):
     return law.logpdf(y), *found
 
 
+@pytest.mark.slow
 def test_effects_beside_a_chain_and_forecasts(tmp_path):
     data = *(np.asarray(x, np.float32) for x in (T, COLUMN)), GROUP
     y = np.asarray(REAL, np.float32)

@@ -954,7 +954,7 @@ def test_mixtures_weigh_their_parts_by_their_counts():
     log_prior = np.zeros(100)
     mixed = prior + sum(
         n * np.exp(part.log_density(points))
-        for part, n in zip(proposal.laws, counts, strict=True)
+        for part, n in zip(proposal.components, counts, strict=True)
     )
     found = proposal.log_density(points, log_prior, 100)
     np.testing.assert_allclose(found, np.log(mixed / 100), rtol=1e-9)

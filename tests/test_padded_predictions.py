@@ -103,6 +103,7 @@ def test_all_numbers_of_rows_from_two_programs_of_each_kind() -> None:
     assert compilations("checks") - before[1] <= 6
 
 
+@pytest.mark.slow
 def test_tables_of_a_process() -> None:
     """With rows in the last axis, so that their covariances and draws interleave."""
     posterior, other = joint_fit(process)
@@ -134,6 +135,7 @@ def test_distributions_over_matrices() -> None:
     assert compilations("_answer") - before == 2
 
 
+@pytest.mark.slow
 def test_mixtures_over_hyperparameters() -> None:
     nested = gpaug.NestedVI(skewed, num_points=64, progress_bar=False)
     nested.run(KEY, X[:20], GROUP[:20], Y[:20])

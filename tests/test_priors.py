@@ -11,6 +11,8 @@ from scipy import integrate, stats
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug import diagnostics
+from numpyro_gpaug.diagnostics._prior import log_priors, top_level
+from numpyro_gpaug.model.arguments import Arguments
 
 
 @pytest.mark.parametrize(("upper", "prob"), [(1.0, 0.05), (30.0, 0.01), (0.2, 0.5)])
@@ -96,31 +98,39 @@ def test_trees_have_the_prior_of_what_depends_on_no_other_latent(integrated) -> 
 
 
 def test_a_guide_has_the_prior_of_what_it_does_not_fix() -> None:
-    def model(X, y=None):
-        lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0, 1))
-        shift = numpyro.sample(
-            "shift", dist.ImproperUniform(dist.constraints.real, (), ())
-        )
-        weights = numpyro.sample("weights", dist.Normal(0, 3).expand([2]).to_event(1))
-        kernel = gpaug.kernels.Matern32(lengthscale)
-        gp = gpaug.GaussianProcess("f", kernel, inducing=X[::4])
-        with numpyro.plate("data", len(X)):
-            eta = gp(X) + shift + jnp.stack([X[:, 0], X[:, 0] ** 2], 1) @ weights
-            numpyro.sample("y", dist.Normal(eta, 1.0), obs=y)
+    def model(x, y=None):
+        noise = numpyro.sample("noise", dist.LogNormal(0, 1))
+        everywhere = dist.ImproperUniform(dist.constraints.real, (), ())
+        shift = numpyro.sample("shift", everywhere)
+        weight = numpyro.sample("weight", dist.Normal(0, 3))
+        with numpyro.plate("data", len(x)):
+            numpyro.sample("y", dist.Normal(shift + weight * x, noise), obs=y)
 
-    X = jnp.linspace(0, 1, 8)[:, None]
+    x = jnp.linspace(0, 1, 8)
     guide = gpaug.AutoLatentGaussian(model)
     svi = gpaug.ConjugateSVI(model, guide)
-    args = X, jnp.sin(X[:, 0])
-    params = svi.run(jax.random.key(0), 3, *args, progress_bar=False).params
+    params = svi.run(jax.random.key(0), 3, x, x**2, progress_bar=False).params
     tree = diagnostics.to_datatree(
-        jax.random.key(1), model, guide, params, *args, num_samples=30
+        jax.random.key(1), model, guide, params, x, x**2, num_samples=30
     )
-    assert set(tree["log_prior"].data_vars) == {"weights"}
-    draws = tree["posterior"]["weights"].values
-    expected = stats.norm(0, 3).logpdf(draws).sum(-1)
-    np.testing.assert_allclose(tree["log_prior"]["weights"], expected, atol=1e-4)
+    assert set(tree["log_prior"].data_vars) == {"weight"}
+    draws = tree["posterior"]["weight"].values
+    expected = stats.norm(0, 3).logpdf(draws)
+    np.testing.assert_allclose(tree["log_prior"]["weight"], expected, atol=1e-4)
     assert "prior" not in tree.children  # no draws from an improper prior
+
+
+def test_numbers_behind_a_process_have_no_prior_of_the_user() -> None:
+    def model(X):
+        lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0, 1))
+        kernel = gpaug.kernels.Matern32(lengthscale)
+        gpaug.GaussianProcess("f", kernel, inducing=X)(X)
+
+    X = jnp.linspace(0, 1, 3)[:, None]
+    names = top_level(model, Arguments.split((X,), {}))
+    assert set(names) == {"lengthscale", "f.v"}
+    trace = numpyro.handlers.trace(numpyro.handlers.seed(model, 0)).get_trace(X)
+    assert log_priors(trace, names).keys() == {"lengthscale"}
 
 
 def test_a_narrow_prior_matters_and_a_wide_one_does_not(integrated) -> None:

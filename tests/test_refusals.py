@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models that look conjugate and are not, and calls that would be silently wrong."""
 
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -365,7 +365,7 @@ def test_a_guide_of_another_model() -> None:
     with pytest.raises(ValueError, match="here it is Normal. A guide belongs to one"):
         gpaug.ConjugateSVI(real, guide).run(KEY, 2, X, X[:, 0], **quiet)
     with pytest.raises(ValueError, match="here it is missing"):
-        gpaug.ConjugateSVI(labels, guide).run(KEY, 2, X, y, site="z", **quiet)
+        gpaug.ConjugateSVI(partial(labels, site="z"), guide).run(KEY, 2, X, y, **quiet)
     with pytest.raises(ValueError, match="for another number make a new guide"):
         gpaug.ConjugateSVI(labels, guide).run(KEY, 2, X, y, inducing=4, **quiet)
 

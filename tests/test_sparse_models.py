@@ -340,6 +340,7 @@ def test_steps_of_a_scan_may_be_cars():
     assert np.isfinite(fit.losses).all()
 
 
+@pytest.mark.slow
 def test_gradients_of_collapsed_bounds_are_at_the_optimum(always_sparse):
     """Bounds in float32 do not resolve the last updates of the Gaussian."""
 

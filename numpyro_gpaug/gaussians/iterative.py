@@ -312,7 +312,12 @@ class _Reduced(NamedTuple):
         return self.structure.nodal(own, x)
 
     def solve(self, b: Array) -> Array:
-        """Return the solution (N, c) by conjugate gradients."""
+        """Return the solution (N, c)."""
+        return self.solved(b)[0]
+
+    def solved(self, b: Array) -> tuple[Array, Array]:
+        """Return the solution (N, c) by conjugate gradients, and the squares of the
+        residuals (c,), relative to ``I - X``."""
         own, b = self._reduced(b)
         least = self.tolerance * jnp.linalg.norm(b, axis=0)
 
@@ -332,7 +337,8 @@ class _Reduced(NamedTuple):
             return step + 1, x, r, p, after
 
         start = jnp.int32(0), jnp.zeros_like(b), b, b, jnp.square(b).sum(0)
-        return self._completed(own, lax.while_loop(going, further, start)[1])
+        _, y, *_, left = lax.while_loop(going, further, start)
+        return self._completed(own, y), left
 
     def power(self, exponent: float, y: Array) -> Array:
         """Return ``(I - X)^exponent y``, (R, c)."""
@@ -554,7 +560,8 @@ class Iterative(Sparse):
         entries, border = natural.entries[0], natural.border[0]
         reduced, pattern = _Reduced.of(self, entries), self.pattern
         own, corner = self.columns(natural.potential[0])
-        solved = reduced.solve(jnp.concatenate([own[:, None], border], -1))
+        columns = jnp.concatenate([own[:, None], border], -1)
+        solved, left = reduced.solved(columns)
         first, gains = solved[:, 0], solved[:, 1:]
         whitener = linalg.inverse_cholesky(natural.corner - (border.T @ gains)[None])
         rest = whitener[0] @ (corner - border.T @ first) @ whitener[0]
@@ -572,6 +579,8 @@ class Iterative(Sparse):
         noise = each.std(ddof=1) / (2 * DRAWS**0.5)
         # The error of quadrature, if it has not converged.
         noise += jnp.square(spaces.residuals).max() * len(reduced.root) / 2
+        # By how much the bound falls short, if the mean has not converged.
+        noise += left[0] / (2 * spaces.values.min())
 
         # The vectors are not drawn: they are weighted like all draws together.
         weights = np.repeat([1, DRAWS**-0.5], [largest.shape[1], DRAWS])
