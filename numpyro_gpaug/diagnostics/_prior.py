@@ -94,7 +94,7 @@ def prior_groups(
     :param arrays: the model's array arguments, with observations.
     :param params: values of the model's params.
     :param key: random key.
-    :param num: the number of draws, of which at most 1000 are made.
+    :param num: the number of draws. More than 1000 count as 1000.
     """
     try:
         found = sampler(arrays, params, random.split(key, min(num, MOST_DRAWS)))

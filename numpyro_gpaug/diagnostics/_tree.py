@@ -49,9 +49,9 @@ def to_datatree(
       ``log_q``, the log density of the guide;
     * ``log_prior``: the log density of each latent whose prior depends on no other, so
       that :func:`sensitivity` and :func:`arviz_stats.psense_summary` run;
-    * ``prior`` and ``prior_predictive``: as many draws, but at most 1000, from the
-      prior. They are left out if NumPyro cannot draw from a prior, because it is
-      improper;
+    * ``prior`` and ``prior_predictive``: draws from the prior, ``num_samples`` or 1000
+      of them, whichever is less. Models with an improper prior do not have these
+      groups;
     * ``observed_data``;
     * ``fit``: ``losses``, over a dimension ``step``, if they were given.
 
