@@ -14,11 +14,15 @@ draws ``classify.png``::
 from __future__ import annotations
 
 import argparse
+import os
 import time
 import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+
+# Before jax starts: jaxlib 0.10.1 prints lines about each compiled program it reads.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import jax
 import jax.numpy as jnp
