@@ -23,8 +23,9 @@ def explained(arguments: Arguments) -> Iterator[None]:
     except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
         raise TypeError(
             "the model computes a size (such as of a plate), or a NumPy array, from "
-            "its array arguments, which are traced. Pass sizes as plain numbers by "
-            "keyword, or compute them, and positions such as np.nonzero(missing), "
+            "its array arguments, which are traced. Bind such an argument to "
+            "the model: functools.partial(model, mask=mask). Or pass sizes as plain "
+            "numbers by keyword, compute positions such as np.nonzero(missing) "
             "outside of the model, and index arrays of jax.numpy. JAX says: "
             + str(error).split("\n", 1)[0]
         ) from error
