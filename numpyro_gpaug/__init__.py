@@ -75,7 +75,7 @@ from numpyro_gpaug.likelihoods.expectations import (
     register_expectation,
 )
 from numpyro_gpaug.multilabel import ranking
-from numpyro_gpaug.predict import FunctionValues, Posterior
+from numpyro_gpaug.predict import Averages, FunctionValues, Posterior, average
 from numpyro_gpaug.spatial import SPDE
 
 __version__ = "0.1.0"
@@ -88,6 +88,7 @@ __all__ = [
     "AutoFunctionSpaceGP",
     "AutoLatentGaussian",
     "AutoSparseGP",
+    "Averages",
     "BYM2",
     "Batches",
     "BayesianSVM",
@@ -131,6 +132,7 @@ __all__ = [
     "TraceAnalytic_ELBO",
     "TraceWasserstein_ELBO",
     "UnknownLikelihoodError",
+    "average",
     "collapse",
     "diagnostics",
     "distributions",

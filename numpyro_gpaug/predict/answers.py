@@ -13,6 +13,7 @@ from jax import Array, random
 from numpyro import handlers
 from numpyro.distributions import Distribution
 
+from numpyro_gpaug._numpyro import residual_policy
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.gaussians.base import Marginals, gaussian_factors, selected
 from numpyro_gpaug.gp.conditional import Conditional
@@ -31,9 +32,11 @@ from numpyro_gpaug.model.latents import JOINT, Structure
 from numpyro_gpaug.model.left_out import LeftOut
 from numpyro_gpaug.model.observations import check_shape
 from numpyro_gpaug.model.predictors import of_site
-from numpyro_gpaug.model.structure import Observed
+from numpyro_gpaug.model.structure import Observed, Trace, run_model
 from numpyro_gpaug.model.view import ModelView
+from numpyro_gpaug.model.whitened import whitened
 from numpyro_gpaug.predict.added_rows import joint_draws
+from numpyro_gpaug.predict.averaging import Of, in_chunks, over_rows, pairs
 from numpyro_gpaug.predict.mixture import FunctionValues
 
 Drawn = tuple[Array, Array]
@@ -135,6 +138,50 @@ class Answers:
         """Return the distribution of each observation given all others."""
         check_observed(site, view.message(site), "leave_one_out")
         return self._predictive(_left_out(self._posterior, view, fit), view, site)
+
+    def average(
+        self, view: Any, fit: Fit, site: str, key: Array, num: int, of: Of, rows: Any
+    ) -> Array:
+        """Return averages over rows of a function of the likelihood, (draws, groups,
+        ...), within joint draws of the latents.
+
+        :param view: the model at new inputs.
+        :param fit: the fitted quantities.
+        :param site: the observed site.
+        :param key: random key.
+        :param num: number of draws.
+        :param of: the function; ``None`` for the mean.
+        :param rows: groups and weights of the rows.
+        """
+        drawn = self._drawn(view, fit, site)
+
+        def one(number: Array) -> Array:
+            return over_rows(drawn(*pairs(key, number))[site]["fn"], of, rows)
+
+        shapes = jax.eval_shape(lambda: drawn(key, jnp.ones(()))[site]["value"])
+        return in_chunks(one, num, shapes.size + view.structure.size)
+
+    def _drawn(self, view: Any, fit: Fit, site: str) -> Callable[[Array, Array], Trace]:
+        """Return a function from a key, and a sign of the noise, to the trace of the
+        model at latents that are drawn jointly."""
+        if not isinstance(self._posterior, InducingPosterior):
+            raise NotConjugateError(
+                "average needs a posterior of inducing values. Average draws of "
+                "functions, sample(key, ..., sample_shape=(1000,))"
+            )
+        model = residual_policy(view._model, "noise")
+
+        def trace(key: Array, sign: Array) -> Trace:
+            residuals, key = random.split(key)
+            values = dict(view.values)
+            for i, block in enumerate(self._structure.blocks):
+                mean, whitener = fit.moments[block.name]
+                noise = random.normal(random.fold_in(key, i), mean.shape, mean.dtype)
+                moved = mean + sign * jnp.einsum("...kj,...k->...j", whitener, noise)
+                values[block.site] = moved.reshape(block.shape)
+            return run_model(model, view.arguments, residuals, values)
+
+        return trace
 
     def log_prob(self, view: Any, fit: Fit, site: str) -> Array:
         """Return the density of observations."""
@@ -239,6 +286,19 @@ class JointAnswers(Answers):
         noise = random.normal(key, (num, q.rank), q.mean.dtype)
         moved = jax.vmap(lambda e: values(q.mean[0] + q.unwhiten(e[None])[0]))(noise)
         return moved.reshape(num, *view.shape(site)), jnp.array(True)
+
+    def _drawn(self, view: Any, fit: Fit, site: str) -> Callable[[Array, Array], Trace]:
+        q, structure = self._extended(view, fit, site), view.structure
+        model, links = residual_policy(view._model, "noise"), view.links
+
+        def trace(key: Array, sign: Array) -> Trace:
+            residuals, key = random.split(key)
+            noise = sign * random.normal(key, (1, q.rank), q.mean.dtype)
+            z = structure.white((q.mean + q.unwhiten(noise))[0], links)
+            numbers = whitened(model, structure.split(z), structure.fields)
+            return run_model(numbers, view.arguments, residuals, view.values)
+
+        return trace
 
     def y(self, view: Any, fit: Fit, site: str) -> Distribution:
         return view.predictive(self.observed(site), self._extended(view, fit, site))

@@ -129,6 +129,26 @@ class Calls:
         found = self._at_once("left_out", arguments, site, together=together)
         return self._explained(found, arguments)
 
+    def averages(
+        self, arguments: Arguments, site: str, key: Array, num: int, of: Any, rows: Any
+    ) -> Array:
+        """Average over rows within joint draws; the first axis runs over draws, those
+        of a member of a mixture together.
+
+        :param arguments: the model's arguments.
+        :param site: the observed site.
+        :param key: random key.
+        :param num: number of draws; with a mixture at least so many.
+        :param of: a function of the likelihood; ``None`` for its mean.
+        :param rows: groups and weights of the rows.
+        """
+        # Of each member whole pairs with opposite noise.
+        each = 2 * -(-num // (2 * (self._fitted.size or 1)))
+        how = {"key": key, "num": each, "of": of, "rows": rows}
+        # No rows are added: they would be averaged over.
+        found = self._at_once("average", arguments, site, **how)
+        return self._explained(found, arguments)
+
     def draws(self, arguments: Arguments, site: str, key: Array, num: int) -> Array:
         """Draw function values jointly; the first axis runs over draws.
 

@@ -108,24 +108,24 @@ class Fitted(NamedTuple):
 
 
 def over_members(
-    function: Callable[[Fitted, Any], Any], fitted: Fitted, prepared: Any
+    function: Callable[[Fitted, Any, Any], Any], fitted: Fitted, prepared: Any
 ) -> Any:
     """Apply a function to every member, one after the other; members first. If the fit
     is not a mixture, return the function's value.
 
-    :param function: a function of the fitted quantities and of the quantities prepared
-        for them.
+    :param function: a function of the fitted quantities, of the quantities prepared
+        for them, and of the number of the member.
     :param fitted: the fitted quantities.
     :param prepared: quantities prepared for each member.
     """
     if fitted.members is None:
-        return function(fitted, prepared)
+        return function(fitted, prepared, 0)
 
-    def one(each: tuple[Members, Any]) -> Any:
-        member, ready = each
-        return function(fitted.at(member), ready)
+    def one(each: tuple[Members, Any, Array]) -> Any:
+        member, ready, number = each
+        return function(fitted.at(member), ready, number)
 
-    return lax.map(one, (fitted.members, prepared))
+    return lax.map(one, (fitted.members, prepared, jnp.arange(fitted.size)))
 
 
 def averaged(function: Callable[[Fitted], Any], fitted: Fitted, weights: Array) -> Any:
@@ -218,7 +218,12 @@ def _draws(
     return draws[chosen, jnp.arange(num)], factorised.all()
 
 
+def _averages(answers: Array, log_weights: Array, **how: Any) -> Array:
+    # Their weights are the caller's business: draws of the first member come first.
+    return answers.reshape(-1, *answers.shape[2:])
+
+
 _KINDS: dict[str, Callable[..., Any]] = {
     "f": _function_values, "joint": _joint, "y": _law, "log_prob": _density,
-    "draws": _draws,
+    "draws": _draws, "average": _averages,
 }  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from os import PathLike
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -25,7 +25,7 @@ from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.likelihoods.expectations import Route
 from numpyro_gpaug.math.arrays import in_dtype_of
 from numpyro_gpaug.model.arguments import Arguments
-from numpyro_gpaug.model.calls import check_key
+from numpyro_gpaug.model.calls import check_count, check_key
 from numpyro_gpaug.model.closures import Version, watched
 from numpyro_gpaug.model.costs import MAX_DENSE
 from numpyro_gpaug.model.display import latent_rows, observed_rows
@@ -34,9 +34,12 @@ from numpyro_gpaug.model.left_out import LeftOut
 from numpyro_gpaug.model.observations import check_observations
 from numpyro_gpaug.model.structure import remembered
 from numpyro_gpaug.predict.arguments import FitArguments
+from numpyro_gpaug.predict.averages import Averages
+from numpyro_gpaug.predict.averaging import Of
 from numpyro_gpaug.predict.calls import Calls
 from numpyro_gpaug.predict.mixture import Fitted, FunctionValues
 from numpyro_gpaug.predict.predictor import Predictor, is_traced, predictor_for
+from numpyro_gpaug.predict.question import Contrast, Question
 from numpyro_gpaug.predict.saved import SavedFit, read_fit, write_fit
 from numpyro_gpaug.predict.summary import SiteMoments, printed, table
 
@@ -413,6 +416,96 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         observed = self._predictor.predicted(site)
         called = self._calls.unobserved(args, kwargs)
         return self._calls.stream("y", called, observed.name, batch_size)
+
+    @_as_fitted
+    def average(
+        self,
+        *args: Any,
+        of: Of = None,
+        at: Mapping[str, Sequence[Any]] | None = None,
+        by: ArrayLike | None = None,
+        contrast: Contrast = None,
+        weights: ArrayLike | None = None,
+        site: str | None = None,
+        num_draws: int = 1000,
+        **kwargs: Any,
+    ) -> Averages:
+        """Average predictions over rows, on the scale of the response, and compare them
+        at changed covariates.
+
+        The average is taken within each joint draw of the latents, so that its interval
+        contains the uncertainty that rows share, but not the noise of single
+        observations. All draws, and thus all differences and ratios, use the same
+        numbers: the call is deterministic.
+
+        :param args: the model's arguments, without observations: the rows to average
+            over.
+        :param of: a function of the likelihood, a NumPyro distribution with one entry
+            for each row: ``lambda law: 1 - law.cdf(2.0)``. The default is its mean, or
+            the probabilities of its classes. The result must end in the shape of the
+            observations; further axes before (times of a survival curve) are kept.
+        :param at: new values of arguments, by name, one for each scenario:
+            ``{"treated": [0, 1]}``. All rows get the value; arrays in the shape of the
+            argument give each row its own (``{"age": [age, age + 1]}``). Several
+            arguments change together.
+        :param by: the group of each row, numbers or strings: averages are taken within
+            groups. ``np.arange(n)`` keeps every row.
+        :param contrast: ``"difference"`` or ``"ratio"`` of the averages of each further
+            scenario and of the first one, or a function of both.
+        :param weights: weights of the rows, as for poststratification.
+        :param site: which observed site, if the model has several.
+        :param num_draws: the smallest number of joint draws. Standard errors of means
+            are at most the posterior standard deviation divided by its root, and less
+            the more linear the averages are.
+        :param kwargs: the model's keyword arguments, where they differ from the fit's.
+        :return: the averages: ``mean``, ``interval()``, ``probability(above=...)``,
+            ``summary()`` and ``draws``.
+        :raises ValueError: for arguments that do not fit together.
+        :raises NotConjugateError: for an :class:`~numpyro_gpaug.AutoFunctionSpaceGP`.
+
+        A process with fewer inducing inputs than data has a residual at each row, which
+        is drawn for each row alone. Latents in the plate of the data are those of new
+        rows, as in :meth:`predict_y`.
+
+        **Example**
+
+        >>> import jax, numpyro, jax.numpy as jnp, numpyro.distributions as dist
+        >>> import numpyro_gpaug as gpaug
+        >>> def model(treated, ward, cured=None):
+        ...     b = numpyro.sample("b", dist.Normal(0, 1).expand([2]).to_event(1))
+        ...     with numpyro.plate("wards", 3):
+        ...         effect = numpyro.sample("effect", dist.Normal(0, 0.5))
+        ...     logits = b[0] + b[1] * treated + effect[ward]
+        ...     with numpyro.plate("data", len(ward)):
+        ...         numpyro.sample("cured", dist.Bernoulli(logits=logits), obs=cured)
+        >>> ward, treated = jnp.arange(60) % 3, jnp.arange(60) // 30
+        >>> cured = (jnp.arange(60) % 5 < 1 + 2 * treated).astype(int)
+        >>> svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
+        >>> key, rows = jax.random.key(0), (treated, ward)
+        >>> fit = svi.run(key, 50, *rows, cured, progress_bar=False)
+        >>> posterior, both = svi.posterior(fit), {"treated": [0, 1]}
+        >>> print(posterior.average(*rows, at=both).mean.round(2))
+        [0.27 0.56]
+        >>> found = posterior.average(*rows, at=both, contrast="difference")
+        >>> print(found.summary().round(1))
+               mean   sd   5%  50%  95%
+        1 - 0   0.3  0.1  0.1  0.3  0.4
+        """
+        check_count("num_draws", num_draws)
+        observed = self._predictor.predicted(site)
+        kept = self._fit_arguments.kwargs
+        question = Question.of(
+            self.model, args, kwargs, kept,
+            at=at, by=by, contrast=contrast, weights=weights,
+        )  # fmt: skip
+        draws = []
+        for args, kwargs in question.scenarios:
+            arguments, _ = self._calls.unobserved(args, kwargs)
+            given = observed.name, jax.random.key(0), num_draws, of, question.rows
+            draws.append(self._calls.averages(arguments, *given))
+        members = self._fitted.members
+        shares = None if members is None else np.asarray(members.log_weights)
+        return question.answered(draws, shares)
 
     @_as_fitted
     def log_prob(

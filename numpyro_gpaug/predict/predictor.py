@@ -82,7 +82,7 @@ class Predictor:
         self._answers = kind(structure, guide.function_posterior)
         self.named, self.observed = self._answers.named, self._answers.observed
         self.other_sites = self._answers.other_sites
-        static = "what", "static", "site", "num", "grouped", "unpadded"
+        static = "what", "static", "site", "num", "grouped", "unpadded", "of"
         self._compiled = few(self._answer, static_argnames=static)
         # Programs and what was found by tracing, by kind and shapes of arguments.
         self._cache: dict[Any, Any] = {}
@@ -135,7 +135,8 @@ class Predictor:
         **how: Any,
     ) -> tuple[Any, Prepared]:
         """Make one prediction with one compiled program: ``"f"``, ``"joint"``, ``"y"``,
-        ``"log_prob"``, ``"left_out"``, or ``"draws"`` (with ``key`` and ``num``).
+        ``"log_prob"``, ``"left_out"``, ``"draws"`` (with ``key`` and ``num``), or
+        ``"average"``.
 
         :param what: the kind of prediction.
         :param arguments: the model's arguments.
@@ -258,7 +259,7 @@ class Predictor:
         static = arguments.static
 
         def run(arrays: tuple[Array, ...], fitted: Fitted) -> Prepared:
-            def one(fitted: Fitted, _: None) -> tuple[Ordered, Prepared]:
+            def one(fitted: Fitted, *_: Any) -> tuple[Ordered, Prepared]:
                 view = self._view(arrays, static, fitted)
                 return Ordered(()), self._prepare(view, fitted)
 
@@ -526,7 +527,9 @@ class Predictor:
     ) -> tuple[Ordered, Prepared]:
         shapes = []  # of data
 
-        def one(fitted: Fitted, prepared: Prepared | None) -> tuple[Ordered, Prepared]:
+        def one(
+            fitted: Fitted, prepared: Prepared | None, number: Any
+        ) -> tuple[Ordered, Prepared]:
             view = self._view(arrays, static, fitted, grouped=grouped)
             if what == "y":
                 shapes.append(view.message(site)["fn"].shape())
@@ -540,8 +543,10 @@ class Predictor:
             else:
                 ready = lax.cond(known, lambda: prepared, prepare)
             fit = Fit(fitted.values, *ready)
-            answer = getattr(self._answers, what)
-            return Ordered(answer(view, fit, site, **how)), ready
+            answer, own = getattr(self._answers, what), how
+            if what == "average":  # draws of each member are others
+                own = {**how, "key": random.fold_in(how["key"], number)}
+            return Ordered(answer(view, fit, site, **own)), ready
 
         answer, ready = over_members(one, fitted, prepared)
         if fitted.members is not None:
