@@ -44,15 +44,17 @@ from numpyro_gpaug.math.importance import compensated_sum
 from numpyro_gpaug.model.affine import ROUNDING
 from numpyro_gpaug.model.latents import Structure
 
-# Layout, at least: of few, all at once weigh as evenly.
+# The smallest number of groups that are weighted apart: with fewer, one weight for all
+# of them is as even.
 FEWEST = 48
-# Candidates of a group, at least, where there are as many draws: of one number, and of
-# several.
+# The smallest numbers of candidates of a group (if there are draws enough): of groups
+# with one latent, and with several.
 CANDIDATES = 8, 16
-# The lattice's steps along the numbers of a group, as many as one may have.
+# Steps of the lattice, one for each latent of a group; a group has at most as many.
 LATTICE = 1, 5, 3, 11, 7, 13, 9, 15
-# Scales of the pairs of random latents by which the groups of data are told, of which
-# every second has opposite signs: steps of a likelihood may be wide.
+# Scales of the pairs of random latents that show on which group each datum depends.
+# Every second pair has opposite signs. The scales grow, because a likelihood may have
+# wide steps.
 SCALES = 1.0, 1.0, 2.0, 4.0, 8.0, 16.0
 
 
@@ -146,10 +148,11 @@ def group_of_terms(
         apart = np.abs(other - first)
         fresh = (apart > 4 * near) & (found == groups)
         found = np.where(fresh, np.minimum(code, groups), found)
-        # All that was told now follows from what is known, or something looks at more.
+        # Every value now follows from the values of single groups, unless some term
+        # depends on several groups.
         seen = np.concatenate([chosen[2:], np.zeros((len(told), 1), bool)], 1)[:, found]
         expected = np.where(seen, other, first)
-        # Values that are hardly apart tell nothing.
+        # Values that are almost equal show nothing.
         off = np.abs(told - expected) - np.where(apart > 4 * near, 0, apart)
         if not (off <= near)[:, known].all():
             return None
@@ -195,7 +198,8 @@ def weigh_apart(
         wide = jnp.broadcast_to(width * rest + shift, (number, len(rest)))
         z = q.mean + q.unwhiten(form.join_noise(own, wide))
         data = jax.vmap(log_terms)(z)
-        # Of the best candidate, whose rounding counts: others may be far out.
+        # Relative to the best candidate, whose rounding error counts; others may be far
+        # away.
         base = data.max(0)
         base = jnp.where(jnp.isfinite(base), base, 0)
         rises = jnp.zeros((sizes.groups + 1, number), data.dtype)
@@ -229,7 +233,8 @@ def _candidates(shifts: Array, number: int) -> tuple[Array, Array]:
     places = (shifts + jnp.asarray(steps, dtype)[:, None]) % 1
     eps = float(jnp.finfo(dtype).eps)
     logits = jax.scipy.special.logit(jnp.clip(places, eps, 1 - eps))
-    # Of several numbers the product is the wider, the narrower each may be.
+    # A product of several logistic densities is wider than a normal density unless each
+    # is narrower.
     scale = max(0.6, each**-0.5)
     own = scale * logits
     density = -logits - 2 * jax.nn.softplus(-logits) - np.log(scale)

@@ -35,12 +35,13 @@ from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.joint import JointView
 from numpyro_gpaug.model.latents import JOINT, Structure
 
-# The rise in nats that ends the moves, where rounding is not larger. An error in the
-# Gaussian is of second order in the bound, but of first in its gradient.
+# The increase in nats below which updates stop, unless rounding is larger. An error of
+# the Gaussian has a second-order effect on the bound, but a first-order effect on its
+# gradient.
 TOLERANCE = 1e-15
-# The precision of a factor that a search starts from, at least.
+# The smallest precision of a factor at the start of a search.
 LEAST = 1e-3
-# Steps of differences of gradients, in unconstrained hyperparameters.
+# Steps of finite differences of gradients, in unconstrained hyperparameters.
 STEP = {"float32": 0.05, "float64": 0.01}
 
 
@@ -218,9 +219,9 @@ class CollapsedBound:
         return jax.eval_shape(factors, values, arrays)
 
     def _differentiable(self) -> Callable[..., Array]:
-        # Whoever runs the collapsed model runs it a few times outside of any program
-        # (NUTS to find its sites and where to start): operation by operation that
-        # would compile more than two hundred programs.
+        # NUTS evaluates the collapsed model a few times outside of any program, to find
+        # its sites and a start. Operation by operation, that would compile more than
+        # two hundred programs.
         @jit
         def settled_bound(values: Any, arrays: Any) -> Array:
             problem = self.problem(values, arrays, learns=False)

@@ -114,7 +114,7 @@ class CollapsedModel:
         self.model = model
         self._watch = watched(model)
         self._begin(self._watch.version())
-        # What the model was where others compiled it, NUTS for one.
+        # The version of the model that others, such as NUTS, have compiled.
         self._compiled: Version | None = None
         update_wrapper(self, model)
 
@@ -144,7 +144,7 @@ class CollapsedModel:
             check_arguments(self.model, args, kwargs)
             arguments = Arguments.split(args, kwargs)
             bound = self._bounds.at(arguments, args, kwargs)
-            args, kwargs = arguments.merge()  # arrays of JAX's
+            args, kwargs = arguments.merge()  # NumPy arrays become JAX arrays
             trace = declared(self.model, bound.structure, args, kwargs)
             values = {name: site["value"] for name, site in trace.items()}
             numpyro.factor(SITE, bound(values, sizes(trace), arguments.arrays))

@@ -22,11 +22,11 @@ from numpyro_gpaug.infer.nested.hyperparameters import Hyperparameters
 from numpyro_gpaug.infer.nested.known import KNOWN, Known
 from numpyro_gpaug.infer.nested.programs import ENOUGH, Drawn, Evaluated, Programs
 
-# Of the losses at points where the factors were known nearly, which of them is taken to
-# be that of others, and how many there have to be.
+# The quantile of the losses at points with known factors that is used as the loss at
+# other points, and the smallest number of such losses.
 SURE, LEAST = 0.8, 20
-# Nats below the best at which nothing is left of a weight, and above it that no draw
-# can be.
+# A weight that is so many nats below the best is zero. One that is so many nats above
+# it is a rounding error.
 FAR, ABSURD = 200.0, 1e4
 
 
@@ -143,7 +143,8 @@ class Drawer:
         self.known = Known(self._none, programs.hyper.size)
         self.modes = [self.known]
         self._shares, self._others = np.ones(1), list[Start]()
-        # How far each search was from what is known, and what it has lost by that.
+        # For each search, the error bound of the factors it started from, and the bound
+        # that these factors would have lost.
         self._doubts: list[float] = []
         self._losses: list[float] = []
         self._most = -np.inf
@@ -157,8 +158,8 @@ class Drawer:
         structure = self.programs.structure
         if len(self.modes) > 1 or not may_part(structure):
             return
-        # At draws of the Gaussian: far from the posterior, a density may be zero for
-        # all latents.
+        # Latents are drawn from the Gaussian: far from the posterior, the density of
+        # all of them may be zero.
         factors, sizes = self.found(point).factors, structure.form.independent
 
         def terms(noise: np.ndarray) -> np.ndarray:
@@ -194,7 +195,8 @@ class Drawer:
         """
         bounds = np.array([bound for _, bound in modes])
         shares = np.exp(bounds - np.logaddexp.reduce(bounds))
-        # Some of each, as they change with the hyperparameters.
+        # Some draws come from each mode, because the shares change with the
+        # hyperparameters.
         self._shares = 0.5 * shares + 0.5 / len(modes)
         self.modes = []
         for factors, _ in modes:
@@ -305,7 +307,8 @@ class Drawer:
             uniform = self.apart.uniform(self._rng, size[0], noise.dtype)
             apart = uniform, self.shift.astype(noise.dtype)
         drawn = self._drawn(points, gaussians, noise, widths, apart)
-        # Factors between those known may be none of a Gaussian.
+        # An interpolation between known factors may not give a positive definite
+        # precision.
         broken = ~np.isfinite(drawn.log_det)
         again = [np.flatnonzero(broken & gaussian.sure) for gaussian in gaussians]
         if any(len(places) for places in again):
@@ -321,7 +324,8 @@ class Drawer:
             for x in (drawn.total, drawn.lost, drawn.log_det, drawn.log_prior)
         )
         ratios = total + lost + (log_prior + log_det / 2)[:, None]
-        # Thousands of nats above the best are rounding, of a Gaussian that is none.
+        # If the interpolated precision is not positive definite, weights may be
+        # thousands of nats above the best. These are rounding errors.
         ratios[failed[:, None] | (ratios > self.best + ABSURD)] = np.nan
         self._bar.update(num)
         squares = np.square(noise[:num], dtype=float).sum(-1).repeat(self.alike, 1)
@@ -382,7 +386,7 @@ class Drawer:
         for i in range(0, len(places), batch):
             here = places[i : i + batch]
             filled = here[np.minimum(np.arange(batch), len(here) - 1)]
-            # Those that were just found may be nearer.
+            # A point that was just found may be a nearer start.
             near = ~np.isfinite(doubts[filled])
             begin = rows[filled]
             if near.any():

@@ -35,11 +35,11 @@ from numpyro_gpaug.infer.nested.search import Mode, another, climb, is_new
 from numpyro_gpaug.infer.nested.weighted import Weighted, stratified
 from numpyro_gpaug.math.threads import threads_for
 
-# Points from which the proposal and the width are learnt: so many, and as many more for
-# each hyperparameter, at most; and the part of them that comes from the prior.
+# Numbers of points from which the proposal and the width are learnt: for each
+# hyperparameter, and the upper limit; and the share of them that comes from the prior.
 EACH, FIRST, FIRST_FROM_PRIOR = 32, 96, 1 / 3
-# How much wider than the Gaussian latents may be drawn, times the root of their number:
-# the weights of many suffer more.
+# Factors by which draws of latents may be wider than the Gaussian are 1 + w /
+# sqrt(number of latents): with many latents, the same factor makes weights more uneven.
 WIDENINGS = (0.0, 0.25, 0.5, 1.0)
 MOST_MODES = 3
 WARMUP = 500
@@ -158,7 +158,7 @@ class Run:
             ]
         if len(found) == 1:
             return log_weights, *found[0][1:]
-        # Modes of the latents share a weight by their bounds.
+        # Modes of the latents share a weight in proportion to exp(bound).
         bounds = np.stack([np.asarray(x[0], float) for x in found])
         shares = log_weights + bounds - np.logaddexp.reduce(bounds)
         values, moments = jax.tree.map(
@@ -225,7 +225,7 @@ def integrated(
             share = FIRST_FROM_PRIOR if len(prior) else 0.0
             proposal = Proposal(components, (1.0,), share)
             points = rng.permutation(proposal.draws(num, prior, rng))
-            # Draws that are alike have the same width.
+            # Draws that differ only in their groups have the same width.
             numbers = np.arange(num * draws) // drawer.alike % len(WIDENINGS)
             kinds, latents = numbers.reshape(num, draws), drawer.latents
             sizes = 1 + np.array(WIDENINGS) / np.sqrt(max(latents, 1))
@@ -246,7 +246,7 @@ def integrated(
                     drawer, components, first, points, ratios, prior, widths, share, rng
                 )
             proposal = _final(components, points, weights, bool(len(prior)))
-            # The first were used before.
+            # The first draws of the prior have been used before.
             pool = Pool(drawer, np.full(draws, width), prior[::-1], rng)
             weighted = pool.draw(proposal, num_points)
             _refuse_none(weighted.log_ratios)
@@ -302,7 +302,7 @@ def sampled(
     with clock.part("certificate"):
         _refuse_none(_without_failures(ratios))
         weighted = Weighted.of(points, ratios, normalised=False, alike=drawer.alike)
-        assert weighted.khat is not None  # computed here, where it is timed
+        assert weighted.khat is not None  # computed here, so that its time is measured
     component = StudentT.symmetric(mean, np.cov(points.T) + 1e-9 * np.eye(len(mean)))
     mode = Mode(mean, value, component)
     worth = effective_sample_size(points[None]).min() / num_points
@@ -379,7 +379,7 @@ def _final(
     better, shares = refined(components, points, log_weights)
     total = sum(shares)
     own = tuple((1 - AT_MODE) * s / total for s in shares)
-    # Twice as wide: weights that are largest far out look like a heavy tail.
+    # Twice as wide, because weights that are largest far away look like a heavy tail.
     wide = tuple(
         component._replace(sides=2 * component.sides) for component in components
     )

@@ -75,7 +75,7 @@ def corrected(run: Run, programs: Programs, key: Array, num_samples: int) -> Cor
         z = q.mean[0] + q.unwhiten(draw["noise"][None])[0]
         return centre + axes @ draw["hyper"], z
 
-    # NumPyro begins chains operation by operation.
+    # NumPyro initialises chains operation by operation.
     @jax.jit
     def potential(draw: dict[str, Array]) -> Array:
         point, z = placed(draw)

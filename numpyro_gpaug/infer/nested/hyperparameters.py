@@ -60,7 +60,7 @@ def declared(
     known = {name for name, _ in structure.shapes}
 
     def hidden(message: dict[str, Any]) -> bool:
-        # By name: handlers outside bring sites of their own (terms of Jacobians).
+        # By name, because handlers outside add sites of their own (Jacobian terms).
         if message["type"] == "sample":
             return message["name"] in known - names
         return message["type"] == "deterministic"
@@ -211,7 +211,7 @@ class Hyperparameters:
         median = MedianStart(key)
 
         def start(site: dict[str, Any]) -> Any:
-            # Latents in a scan are there, and zero.
+            # Latents in a scan already have a value, which is zero.
             return None if site["value"] is not None else median(site)
 
         def wrap(model: Any) -> Any:

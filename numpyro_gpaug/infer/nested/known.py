@@ -12,13 +12,13 @@ import numpy as np
 from numpyro_gpaug.infer.nested.bound import Start
 from numpyro_gpaug.infer.nested.proposal import StudentT
 
-# Numbers of factors that are kept.
+# The total number of values in all kept factors.
 REMEMBERED = 2**24
-# Hyperparameters that are closer to each other, in units of the t distribution, are
-# one to a spline, whose equations they would make singular.
+# Points that are closer than this, in units of the t distribution, count as one point
+# of the spline. Otherwise its equations would be almost singular.
 CLOSE = 0.05
-# The sum of the sizes of a spline's weights, which add up to one: it is larger outside
-# of what is known.
+# The largest sum of absolute spline weights, which add up to one. It is larger for
+# points outside of the known ones.
 WITHIN = 20.0
 KNOWN = np.ones(1, bool)
 
@@ -36,7 +36,7 @@ class Known:
         self._shapes = [x.shape[1:] for x in leaves]
         self._ends = np.cumsum([int(np.prod(s)) for s in self._shapes])
         self._dtype = leaves[0].dtype
-        # Potentials come first, and as many precisions.
+        # Potentials come first, then equally many precisions.
         self._size = int(self._ends[0])
         self._room = max(REMEMBERED // max(int(self._ends[-1]), 1), 1)
         self._points = np.zeros((0, dimension))
@@ -84,7 +84,7 @@ class Known:
         if self._spline is not None:
             weights, doubt = self._spline(white)
             inside = np.abs(weights).sum(1) < WITHIN
-            # Precisions that are positive where they are known stay so.
+            # Precisions that are positive at all known points remain positive.
             found = np.clip(weights[inside] @ self._between, self._least, self._most)
             rows[inside], doubts[inside] = self._factors_of(found), doubt[inside]
         return rows, doubts
@@ -161,7 +161,7 @@ class Spline:
         )
         try:
             return cls(points, np.linalg.inv(equations))
-        except np.linalg.LinAlgError:  # they lie in a plane
+        except np.linalg.LinAlgError:  # the points lie in a hyperplane
             return None
 
     def __call__(self, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -11,16 +11,17 @@ import numpy as np
 
 from numpyro_gpaug.infer.nested.drawer import Drawer
 
-# Lines through the Gaussian's mean, at most, and how far they reach, in its standard
-# deviations.
+# The largest number of lines through the mean of the Gaussian, and the places on them,
+# in its standard deviations.
 LINES, REACH = 16, np.concatenate([np.arange(0.5, 6, 0.5), 6 * 1.15 ** np.arange(20)])
-# Numbers of all terms along them, at most.
+# The largest number of terms that are evaluated along the lines.
 ROOM = 2**22
-# Searches from draws of the prior, and from maxima along the lines.
+# Numbers of searches that start at draws from the prior, and at maxima along the lines.
 FROM_PRIOR, FROM_LINES = 8, 16
-# Modes that are drawn from; nats below the best at which one does not count.
+# The largest number of modes to draw from, and how many nats below the best a mode is
+# negligible.
 MOST, NEGLIGIBLE = 8, 9.0
-# Standard deviations between the means of two modes, at least.
+# The smallest distance between the means of two modes, in standard deviations.
 APART = 1.0
 
 
@@ -131,7 +132,7 @@ def _along_lines(
     _, terms, _ = programs.terms(point, factors, np.zeros((1, size)), arrays)
     room = ROOM // (len(steps) * (terms.shape[1] + size))
     number = int(np.clip(room, 2, LINES))
-    # Along single numbers, and along all at once.
+    # Along single latents, and along all latents at once.
     chosen = rng.permutation(size)[: number - number // 4]
     own = np.zeros((len(chosen), size))
     own[np.arange(len(chosen)), chosen] = 1
@@ -165,5 +166,5 @@ def _is_concave(terms: np.ndarray, steps: np.ndarray) -> bool:
         slopes = np.diff(terms, axis=0) / gaps
         sizes = rounding * (1 + np.abs(terms[1:]) + np.abs(terms[:-1])) / gaps
         rises = np.diff(slopes, axis=0) > sizes[1:] + sizes[:-1]
-    # Where a density is zero on either side it may be concave.
+    # A density that is zero on both sides may be concave.
     return not rises.any()

@@ -35,9 +35,11 @@ from numpyro_gpaug.model.structure import remembered
 from numpyro_gpaug.model.validation import check_arguments, check_trace
 from numpyro_gpaug.predict import Posterior
 
-# Draws of the latents at each of them: by default, at most, and numbers held in all.
+# Draws of the latents at each point: by default, at most, and the largest number of
+# values in all of them.
 DRAWS, MOST_DRAWS, MOST_NUMBERS = 8, 32, 2**24
-# Draws of groups that are weighted apart differ little in their border: as many more.
+# The factor by which there are more draws if groups are weighted apart, because these
+# differ little in the border.
 MORE_APART = 4
 
 
@@ -221,7 +223,7 @@ class NestedVI(Displayed):
             prior = prior_draws(hyper, arguments.arrays, num, generator(rng_key, 0))
             start = _start(hyper, init_params, arguments.arrays, prior)
         if not 0 < hyper.size <= MOST:
-            # NUTS on the collapsed model would be NUTS on the model.
+            # NUTS on the collapsed model would be NUTS on the model itself.
             check_gaussian(programs.structure)
         way = integrated if hyper.size <= MOST else sampled
         with threads_for(programs.structure.largest):
@@ -257,7 +259,7 @@ class NestedVI(Displayed):
             try:
                 return more, self._bounds.at(more, *more.counting_all().merge())
             except (TypeError, ValueError):
-                # Messages about the arguments themselves have the right numbers.
+                # The error of the arguments without added rows has the right sizes.
                 pass
         return first, self._bounds.at(first, args, kwargs)
 
@@ -424,13 +426,13 @@ class NestedVI(Displayed):
         return self._run
 
     def _draws_at(self, bound: CollapsedBound) -> int:
-        """Draw the latents at each of the hyperparameters."""
+        """Return the number of draws of the latents at each point."""
         if self.num_draws is not None:
             return self.num_draws
         structure = bound.structure
         if not structure.size:
             return 1
-        # As many as there is room for.
+        # As many as fit into memory.
         room = MOST_NUMBERS // max(self.num_points * structure.size, 1)
         if may_part(structure):
             return draws_at(structure.form.independent, MORE_APART * room)

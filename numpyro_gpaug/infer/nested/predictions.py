@@ -107,7 +107,8 @@ class AtDraws:
         programs, arrays = self._programs, self._arrays
         shape = len(self.points), programs.structure.form.rank
         noise = np.asarray(random.normal(key, shape, programs.structure.dtype))
-        # One point after the other: all their covariances may not fit in memory.
+        # One point after another, because the covariances of all points may not fit in
+        # memory.
         with threads_for(self._largest):
             z = [
                 programs.drawn(point, self._factors(point), each, arrays)

@@ -39,11 +39,12 @@ from numpyro_gpaug.model.latents import JOINT
 from numpyro_gpaug.model.structure import Trace, run_model
 from numpyro_gpaug.model.whitened import whitened
 
-# Numbers held at once while draws are made.
+# The largest number of values that are held at once while draws are made.
 BUDGET = 2**21
 LARGEST_CHUNK = 64
-# The rise in nats that ends the moves before draws, which are weighed whatever they are
-# from: a Gaussian that is off by it makes them worth 2% less.
+# The increase in nats below which updates stop before draws. Draws are weighted
+# whatever Gaussian they come from: an error of this size reduces the effective sample
+# size by 2%.
 ENOUGH = 1e-2
 
 
@@ -108,7 +109,8 @@ class Programs:
         self.num_draws = num_draws
         self._no_start: Start | None = None
         size, rows = self.structure.size, sum(x.size for x in arguments.arrays)
-        # One point after the other has no matrices but its own.
+        # If points are taken one after another, only one of them has matrices in
+        # memory.
         one_by_one = jax.default_backend() == "cpu"
         matrices = 0 if one_by_one else 4 * size**2 + 2 * size * rows
         held = matrices + num_draws * (size + rows)
@@ -202,7 +204,8 @@ class Programs:
         """
         point = np.asarray(point, self.hyper.dtype)
         factors = jax.tree.map(lambda x: x[0], factors)
-        # In blocks of one shape, for one program: as many as are drawn at once.
+        # In blocks of one size, which is the number of draws that are made at once, so
+        # that there is one program.
         num, size = len(noise), self.chunk * self.num_draws
         padded = np.zeros(
             (-(-num // size) * size, noise.shape[1]), self.structure.dtype
@@ -359,7 +362,7 @@ class Programs:
             ) -> tuple[Any, ...]:
                 data, trace = log_terms(white)
                 own = 0.5 * jnp.square(noise) + jnp.log(width)
-                # All at once: their sum is small.
+                # Added up at once, because their sum is small.
                 sums = compensated_sum(jnp.concatenate([data, own, prior]))
                 return *sums, self._latents(trace)
 
@@ -397,7 +400,7 @@ class Programs:
             point, factors, *numbers = each
             log_prior, view, log_terms = self._at(point, arrays)
             q, prior = moments_given(factors, view), cast(GroupsPrior, view.prior)
-            # Latents of structures with groups are whitened ones.
+            # Latents of structures with groups are whitened.
             z, *sums = weigh_apart(
                 how, number, form, q, prior, lambda z: log_terms(z)[0],
                 lambda z: self._latents(log_terms(z)[1]), shift, *numbers,
@@ -453,7 +456,8 @@ class Programs:
 
             white = self._white(view, z)
             weighed = jax.vmap(terms)(z, white, widths)
-            # Volumes are in the weights: it only says whether there are Gaussians.
+            # The weights contain the volumes. This value shows only whether the
+            # Gaussians exist.
             finite = jnp.stack([0 * q.log_det[0] for q in qs]).sum()
             return Drawn(log_prior, white, finite + prior.log_det, *weighed)
 
@@ -473,7 +477,7 @@ class Programs:
             return lax.map(function, draws)
         num = len(jax.tree.leaves(draws)[0])
         size = min(self.chunk, num)
-        # The last batch repeats the last draw.
+        # The last batch repeats its last draw.
         places = jnp.minimum(jnp.arange(-(-num // size) * size), num - 1)
 
         def of_batch(of: Array) -> Any:
@@ -533,7 +537,7 @@ class Programs:
         found = self._at_draws(points, z, arrays)
         if (added := self.static[-1]) is not None:
             for name, axis in added.axes:
-                # In NumPy, since JAX would compile a program for each number.
+                # In NumPy, because JAX would compile a program for each number of rows.
                 cut = (slice(None),) * (axis + 1) + (slice(int(arrays[-1])),)
                 found[name] = jnp.asarray(np.asarray(found[name])[cut])
         return found

@@ -9,12 +9,12 @@ from typing import NamedTuple
 import numpy as np
 from scipy import special
 
-# Degrees of freedom: tails that those of a posterior in unconstrained space, which fall
-# like exponentials at the slowest, do not exceed.
+# Degrees of freedom. In unconstrained space the tails of a posterior fall at least
+# exponentially, so a t distribution covers them.
 FREEDOM = 6.0
-# How much of the points comes from the t distribution at the mode, and from the prior,
-# when there is a better one. With the prior among them no weight exceeds the largest
-# likelihood over its share, and modes elsewhere can be seen.
+# If there is a better proposal: the shares of the points that come from the t
+# distribution at the mode, and from the prior. With points from the prior, no weight
+# exceeds the largest likelihood divided by that share, and other modes can be found.
 AT_MODE, FROM_PRIOR = 0.2, 0.1
 
 
@@ -62,7 +62,7 @@ class StudentT(NamedTuple):
 
     def draws(self, num: int, rng: np.random.Generator) -> np.ndarray:
         """Return quasi-random draws, (num, d), from a scrambled Halton sequence."""
-        from scipy.stats import qmc  # half a second to import
+        from scipy.stats import qmc  # takes half a second to import
 
         d = len(self.mode)
         uniform = qmc.Halton(d + 1, scramble=True, seed=rng).random(num)
@@ -176,7 +176,8 @@ def refined(
         mean = weights @ points[own]
         apart = points[own] - mean
         covariance = (weights[:, None] * apart).T @ apart
-        # A little of the distribution at the mode: few points may lie in a plane.
+        # A small part of the covariance at the mode, because few points may lie in a
+        # hyperplane.
         covariance += 0.05 * component.axes @ component.axes.T
         found += [_split(component, points[own], weights)]
         found += [StudentT.symmetric(mean, covariance)]
@@ -190,7 +191,7 @@ def _split(component: StudentT, points: np.ndarray, weights: np.ndarray) -> Stud
     squares = weights[:, None] * np.square(x)
     sides = []
     for side in (x < 0, x >= 0):
-        # As if two more had been seen that the distribution is right about.
+        # As if two more points confirmed the scale of the distribution.
         seen = count * (weights[:, None] * side).sum(0)
         sides.append((count * (squares * side).sum(0) + 2) / (seen + 2))
     return component._replace(sides=np.clip(np.sqrt(sides), 0.3, 4.0))

@@ -23,12 +23,13 @@ from numpyro_gpaug.infer.nested.proposal import Proposal, StudentT, tempered
 from numpyro_gpaug.infer.nested.weighted import Weighted
 from numpyro_gpaug.math.importance import log_mean_exp
 
-# The most points, and what they are to be worth, as multiples of those asked for.
+# Multiples of the requested number of points: the most points that are drawn, and the
+# effective sample size that ends the refinement.
 MOST, WORTH = 8, 0.6
-# The shape of a tail is estimated from some dozens of weights: k-hat varies from key to
-# key by about so much, and is to be as far below its limit.
+# The margin of k-hat below its limit. The shape of a tail is estimated from some dozens
+# of weights, so k-hat varies about this much between random keys.
 MARGIN = 0.15
-# By how much k-hat has to fall with as many points as were asked for.
+# The smallest decrease of k-hat while as many points are added as were requested.
 FALL = 0.05
 
 
@@ -137,7 +138,8 @@ def about_the_largest(
     centre = points[np.argmax(log_weights)]
     white = component.along(points) - component.along(centre[None])
     near = np.argsort(np.square(white).sum(1))[:num]
-    # Half by weight, as one of many points may have all of it.
+    # Half of the covariance is unweighted, because one of many points may have all the
+    # weight.
     weights = special.softmax(log_weights)[near] + 1 / len(points)
     apart = points[near] - centre
     covariance = (weights[:, None] * apart).T @ apart / weights.sum()

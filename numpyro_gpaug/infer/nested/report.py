@@ -79,7 +79,7 @@ def overview(run: Any) -> list[tuple[str, str]]:
         ("latents", latents),
         ("draws", f"{num} x {draws}, effective sample size {worth:.0f}"),
     ]
-    # Its first line as long as the words that matter.
+    # The first line is as short as its important words.
     first, *rest = wrap(certificate(run), 72)
     rows += [("certificate", first), *(("", line) for line in rest)]
     if weighted.normalised:

@@ -13,10 +13,10 @@ import numpy as np
 from numpyro_gpaug.infer.nested.proposal import Proposal, StudentT, tempered
 from numpyro_gpaug.math.importance import log_mean_exp
 
-# Rounds, at most; how far weighted means may be from where draws come from, in the
-# standard deviations of these.
+# The largest number of rounds, and the distance between weighted means and proposals,
+# in standard deviations of the proposal, below which rounds end.
 ROUNDS, NEAR = 6, 0.7
-# Standard errors that the mean of a corner's number is from zero, or it stays there.
+# How many standard errors a mean of the border must differ from zero.
 SURE = 2.5
 
 

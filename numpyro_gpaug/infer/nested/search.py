@@ -11,10 +11,10 @@ import numpy as np
 from numpyro_gpaug.errors import CholeskyError
 from numpyro_gpaug.infer.nested.proposal import StudentT
 
-# Steps of differences of gradients.
+# The step of finite differences of gradients.
 STEP = 0.05
-# No direction is taken to be wider than this, in unconstrained space: where the
-# density is flat or falls the wrong way the prior has to say how far to look.
+# The largest standard deviation of a direction in unconstrained space. Where the
+# density is flat or convex, the prior determines the width.
 WIDEST = 3.0
 
 Evaluate = Callable[[np.ndarray], tuple[float, np.ndarray]]
@@ -41,7 +41,7 @@ def climb(evaluate: Evaluate, start: np.ndarray, precise: bool) -> Mode:
     :param precise: whether these are in double precision.
     :raises CholeskyError: if the density is not finite at the start.
     """
-    from scipy import optimize  # a fifth of a second to import
+    from scipy import optimize  # takes a fifth of a second to import
 
     first, _ = evaluate(start)
     if not np.isfinite(first):
@@ -53,8 +53,8 @@ def climb(evaluate: Evaluate, start: np.ndarray, precise: bool) -> Mode:
             "standardised, priors far from the data, or data that no value makes "
             "possible (counts at zero exposure). float64 or init_params may help"
         )
-    if not start.size:  # SciPy 1.13 does not search among no variables
-        return Mode(start, first, _law(evaluate, start))
+    if not start.size:  # SciPy 1.13 rejects an empty vector
+        return Mode(start, first, _component(evaluate, start))
 
     def descend(point: np.ndarray) -> tuple[float, np.ndarray]:
         value, gradient = evaluate(point)
@@ -62,17 +62,17 @@ def climb(evaluate: Evaluate, start: np.ndarray, precise: bool) -> Mode:
             return 1e10 + abs(first), np.zeros_like(point)
         return -value, -gradient
 
-    # Noise of the bound in float32 is about 1e-6 of it.
+    # The noise of the bound in float32 is about 1e-6 times the bound.
     least = 1e-10 if precise else 1e-7
     options = {"maxiter": 100, "ftol": least, "gtol": 1e-3}
 
     found = optimize.minimize(
         descend, start, jac=True, method="L-BFGS-B", options=options
     )
-    return Mode(found.x, -float(found.fun), _law(evaluate, found.x))
+    return Mode(found.x, -float(found.fun), _component(evaluate, found.x))
 
 
-def _law(evaluate: Evaluate, mode: np.ndarray) -> StudentT:
+def _component(evaluate: Evaluate, mode: np.ndarray) -> StudentT:
     d = len(mode)
     hessian = np.zeros((d, d))
     for i, direction in enumerate(np.eye(d)):

@@ -19,7 +19,8 @@ from numpyro_gpaug.model.costs import Purpose
 from numpyro_gpaug.model.observations import check_observations
 from numpyro_gpaug.model.structure import remembered
 
-# Hyperparameters that are integrated by importance sampling; more go to NUTS.
+# The largest number of hyperparameters for importance sampling; with more, NUTS is
+# used.
 MOST = 8
 
 

@@ -16,9 +16,9 @@ from numpyro_gpaug.math.importance import (
     weighted_quantiles,
 )
 
-# Of k-hat, however many draws there are.
+# The largest k-hat that is certified, for any number of draws.
 LARGEST_KHAT = 0.7
-# Of the posterior's mass, where the model could not be evaluated.
+# The largest share of the posterior at points where the model could not be evaluated.
 LARGEST_LOSS = 0.01
 
 
@@ -91,7 +91,7 @@ class Weighted:
         evaluated, if such points had the weights of their nearest neighbours."""
         if not self.failed.any() or self.points.shape[1] == 0:
             return float(self.failed.mean())
-        from scipy.spatial import KDTree  # a tenth of a second to import
+        from scipy.spatial import KDTree  # takes a tenth of a second to import
 
         good = self.points[~self.failed]
         spread = good.std(0) + 1e-12
@@ -153,7 +153,7 @@ class Weighted:
         weights = np.exp(self.log_weights.ravel())
         weights = weights / weights.sum()
         rows: dict[str, list[float]] = {}
-        # Draws without weight may be no numbers, where the model was not evaluated.
+        # Draws without weight may be NaN if the model could not be evaluated there.
         some = weights.argmax()
         for name, values in sites.items():
             rounded = values.reshape(len(weights), -1)
@@ -162,7 +162,8 @@ class Weighted:
             mean = weights @ flat
             apart = flat - mean
             variance = weights @ np.square(apart)
-            # Draws at one point are not independent: errors are those of the points.
+            # Draws at one point are not independent, so the errors are those of sums
+            # over points.
             own = (weights[:, None] * apart).reshape(*self.log_ratios.shape, -1).sum(1)
             error = np.square(own).sum(0)
             worth = variance / np.where(error > 0, error, np.inf)
@@ -192,7 +193,7 @@ def stratified(
     """
     known = np.isfinite(log_weights)
     points, log_weights = points[known], log_weights[known]
-    if not points.shape[1]:  # they are all the same
+    if not points.shape[1]:  # all points are equal
         return points[:1], np.zeros(1)
     log_weights = log_weights - logsumexp(log_weights)
     if len(points) <= num:
@@ -213,15 +214,16 @@ def _smoothed(log_ratios: np.ndarray) -> np.ndarray:
     if len(log_ratios) < 25 or not np.isfinite(log_ratios).any():
         return log_ratios
     kept = np.maximum(log_ratios, log_ratios.max() - 700)
-    if kept.max() - log_mean_exp(kept) < np.log(3):  # none is far out
+    if kept.max() - log_mean_exp(kept) < np.log(3):  # no weight is far above the others
         return log_ratios
-    # A tail of ties has no shape.
+    # Ties have no tail shape, so they are broken by tiny noise.
     kept = kept + 1e-9 * np.random.default_rng(0).normal(size=len(kept))
     with np.errstate(all="ignore"):
         found = smoothed(kept).log_weights
     if not np.isfinite(found).all():
         return log_ratios
-    # Normalised, but for the smallest, which is as it was.
+    # Smoothed weights are normalised. The smallest weight keeps its value, which
+    # determines the constant.
     least = np.argmin(kept)
     return np.where(
         np.isfinite(log_ratios), found - found[least] + kept[least], -np.inf
