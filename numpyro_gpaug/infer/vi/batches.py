@@ -21,13 +21,13 @@ from numpyro_gpaug.infer.vi.row_blocks import (
 from numpyro_gpaug.model.calls import check_count
 from numpyro_gpaug.multilabel import prefetch
 
-# Rows that are in memory, and shuffled, at a time.
+# Rows that are in memory and shuffled at a time.
 SHUFFLED = 2**18
-# Of these, rows that become batches at a time: few enough to stay in a cache.
+# Of these, rows that become batches at a time, few enough to stay in a cache.
 PIECE = 2**15
-# Batches that are read ahead, at least.
+# The smallest number of batches that are read ahead.
 AHEAD = 4
-# Seconds that a batch may take where other processes may wait for it.
+# The time in seconds that a batch may take if other processes may wait for it.
 PATIENCE = 300.0
 
 
@@ -253,7 +253,8 @@ class Batches(Blocks):
 
         :param most: the maximum number of rows of a group.
         """
-        # In turns: new memory of this size takes as long as reading into it.
+        # Two arrays in turns, because allocating memory of this size takes as long as
+        # reading into it.
         both = [
             jax.tree.map(lambda x: np.empty((most, *x.shape[1:]), x.dtype), self.first)
             for _ in groups[:2]

@@ -201,9 +201,9 @@ def check_plates(structure: Structure, passed: tuple[str, ...], state: Any) -> N
         )
 
 
-# Of a datum, in nats: a loss above which the data are looked at, and by how much a
-# normal distribution of their own mean and deviation has to explain them better; and
-# what the prior of a latent may take of a bound.
+# In nats: the loss per datum above which data are examined; by how much a normal
+# distribution with their own mean and deviation must explain them better; and the
+# largest part of the bound that the prior of a latent may take.
 _LARGE_LOSS, _WORSE, _PRIOR = 10.0, 5.0, 15.0
 
 
@@ -232,7 +232,7 @@ def warn_of_units(
         given = arguments._replace(arrays=arrays)
         trace = run_model(flat_functions(model), given, any_key(), structure.zeros)
         sites = [m for m in trace.values() if m.get("is_observed")]
-        # Terms, weights and counts have other causes.
+        # Factors, weights and counts have large losses for other reasons.
         if any(m["scale"] is not None or m["fn"].is_discrete for m in sites):
             return None
         names[:] = [m["name"] for m in sites]
@@ -306,7 +306,7 @@ class CheckedData:
             structure = self._guide.structure
             check_observations(self._model, structure, arguments, self._programs)
             self._seen = seen
-        # Any other check waits for the last step.
+        # The other checks run after the last step.
         if not traced and self._guide.structure.basis_mark:
             check_basis(state, self._guide.structure)
         return arguments, data

@@ -188,11 +188,11 @@ def _proved(
             f"m_step names {name!r}, but no closed-form maximiser is registered for "
             f"{owner}. Leave it to optim"
         )
-    # One program: operation by operation, a model compiles a hundred.
+    # In one program, because operation by operation a model compiles about a hundred.
     at = jax.jit(lambda x: parts({name: x})["parameters"][key])
     once, half = at(value), at(0.5 * value)
-    # Affine without an offset: a multiple of the param, which a maximiser in one number
-    # allows for; heights have to be the param itself.
+    # The parameter must be a multiple of the param (affine without offset), which a
+    # maximiser over one number allows. Heights must be the param itself.
     same = affine and np.allclose(half, 0.5 * np.asarray(once))
     if parameter == "heights":
         same = same and np.shape(value) == once.shape and np.allclose(value, once)

@@ -76,7 +76,7 @@ def _of_the_model_now(
     @wraps(method)
     def inside(*args: P.args, **kwargs: P.kwargs) -> T:
         self: Any = args[0]
-        # What a callback changes is for the next run.
+        # A change that a callback makes belongs to the next run.
         settles = kwargs.get("callback") is None
         states = [x for x in args if isinstance(x, ConjugateState)]
         with (
@@ -392,7 +392,7 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
                 taken = feed.steps(state, wanted, stop.tol)
                 state, chunk = taken.state, taken.losses
                 losses.append(chunk)
-                # A bound of minus infinity is never known.
+                # A bound of minus infinity is never the bound of a state.
                 known = -chunk[-1:] > unknown_bound(chunk.dtype)
                 if not (known.all() and np.isfinite(chunk).all()):
                     first = start() if init_state is None else state
@@ -406,17 +406,18 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
                 state = guard(state, progress, np.concatenate(losses)[-CHUNK:])
                 if several or callback is not None:
                     seen = copied(state), np.concatenate(losses)
-                    # One process may have it alone: the others hear if it fails.
+                    # Only one process may run the callback. The others are told if it
+                    # fails.
                     with all_or_none(feed.mesh):
                         if callback is not None:
                             self._watch.settle()
                             callback(*seen)
-        # One that was interrupted is not begun again.
+        # An interrupted run does not start again.
         turns = turns and progress.is_whole
         if turns and np.asarray(state.lost) > LOST and self._turn(state, given):
             return None
         self._warn(state, plan, given, start if init_state is None else None)
-        # Who fixes all scales has said what they are.
+        # If all scales are fixed, the user has chosen them.
         rests = progress.at_rest and bool(plan.transforms)
         if given.batches is None and not plan.noisy and rests:
             loss = float(np.concatenate(losses)[-1])
@@ -500,7 +501,7 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
                 "the result of run, svi.posterior(result), or also the arguments, "
                 "svi.posterior(params, X, y)"
             )
-        # Read where the run was compiled.
+        # Read at the place where the run was compiled.
         arguments = self._programs.padding(
             Arguments.split(*partitioned((args, kwargs)))
         )

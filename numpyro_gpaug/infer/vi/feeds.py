@@ -26,8 +26,9 @@ from numpyro_gpaug.model.observations import check_observations
 from numpyro_gpaug.model.validation import are_moderate, check_arguments
 from numpyro_gpaug.multilabel import prefetch
 
-# Batches of one compiled loop, at most, and their bytes. Where batches are large a loop
-# takes new memory for what it makes on its way, which may take as long as a step.
+# The largest number of batches in one compiled loop, and of bytes in them. With large
+# batches, a loop allocates memory for its intermediate results, which may take as long
+# as a step.
 TOGETHER, BYTES = 32, 2**24
 
 
@@ -176,7 +177,7 @@ def _sharing(batches: Blocks, mesh: Mesh) -> int:
     """
     processes = row_processes(mesh)
     parts, left = mesh.shape[ROWS] // processes, batches.rows % batches.size
-    # What is left over of an epoch is in no batch, but in a block.
+    # The remainder of an epoch is in no batch, but it is in a block.
     last = 0 if isinstance(batches, Batches) else left
     if batches.size % parts or last % parts:
         of_last = f", and a last one of {last}," if last else ""
@@ -220,7 +221,7 @@ class Reader:
         first = self.batches.first
         of_batch, of_others = given.at(jax.tree.map(lambda x: True, first))
         marks = jax.tree.map(lambda x: x is True, (of_batch, of_others))
-        # Of arrays; what is True but none is dropped.
+        # Of arrays only: values that are True but no arrays are dropped.
         self._of_batches = tuple(
             Arguments.select_arrays(given.at(first), jax.tree.leaves(marks))
         )
@@ -279,7 +280,7 @@ class Reader:
     def blocks(self) -> Iterator[Any]:
         """Yield all rows once."""
         blocks: Any = self._checked(self.batches.blocks(), "of a pass", 0)
-        # Processes wait for each other: not for every block.
+        # Processes wait for each other, so they do so for several blocks at once.
         number = self.together if spans_processes(self.mesh) else 1
         with closing(blocks):
             while some := self.some(blocks, number):
@@ -303,7 +304,7 @@ class Reader:
         :param of_what: the name of a batch in errors.
         :param number: the number of the first batch.
         """
-        # A generator, where the thread can be ended; closed with this one.
+        # A generator, because its thread can be stopped; it is closed with this one.
         ahead: Any = prefetch(batches, self.batches.ahead, self.batches.timeout)
         with closing(ahead):
             while True:
@@ -321,7 +322,7 @@ class Reader:
     @one_thread
     def _check(self, batch: Any) -> None:
         check_batch(batch, self.batches.first, self.batches.size)
-        # All else was checked with the first.
+        # The first batch has passed all other checks.
         if not are_moderate(jax.tree.leaves(batch)):
             check_arguments(self._model, *self._given.at(batch))
 
@@ -353,7 +354,7 @@ class Minibatches(Feed):
     ) -> None:
         self._reader, self._plan, self._data = reader, plan, data
         self.mesh = reader.mesh
-        # A batch is checked by another thread, which waits for these at most.
+        # Batches are checked by another thread, which waits at most for these calls.
         self._advance = one_thread(programs.advance_batches)
         self._bounds_of = one_thread(programs.bounds)
         first = reader.batches.first
@@ -382,7 +383,7 @@ class Minibatches(Feed):
             found.append((losses, valid, number))
             taken += batches
             wanted -= number
-        # Looked at in the end alone: nothing waits for the steps meanwhile.
+        # Read at the end only, so that steps do not wait.
         losses, valid = (
             np.concatenate([np.asarray(each[k])[: each[2]] for each in found])
             for k in (0, 1)

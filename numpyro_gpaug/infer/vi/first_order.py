@@ -17,13 +17,15 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-# Numbers on no scale from which on there is a phase; its rate, in unconstrained units.
+# The number of learnt values without a natural scale from which on there is a
+# first-order phase, and its learning rate, in unconstrained units.
 MANY, RATE = 50, 0.01
-# Its steps, at most and as a part of a run: with fewer, deep kernels ended in the basin
-# that the phase is to avoid, with more, inducing inputs that L-BFGS learns alone in 300
-# evaluations took two and three times as many.
+# The largest number of steps of the phase, and the largest part of a run (one in
+# three). With fewer steps, deep kernels ended in the basin that the phase should avoid.
+# With more, inducing inputs that L-BFGS alone learns in 300 evaluations took two or
+# three times as many.
 STEPS, PART = 300, 3
-# Steps without a rise that end it: it began at an optimum.
+# The number of steps without an increase that end the phase: it started at an optimum.
 PATIENCE = 20
 
 
@@ -68,7 +70,7 @@ class Ascent(NamedTuple):
 
 
 def _adam() -> Any:
-    # Imported here: whoever keeps hyperparameters fixed need not wait for it.
+    # Imported here, because fits with fixed hyperparameters do not need it.
     import optax
 
     return optax.adam(RATE)

@@ -20,7 +20,8 @@ from numpyro_gpaug.infer.vi.plan import CHUNK
 from numpyro_gpaug.infer.vi.progress import Progress
 from numpyro_gpaug.infer.vi.state import ConjugateState
 
-# The part of the bound by which both must have fallen, in how many windows in turn.
+# The relative decrease that both the bound and the loss must show, and in how many
+# consecutive windows.
 _LEAST_FALL, _PATIENCE = 0.05, 2
 
 

@@ -142,8 +142,8 @@ class LatentGaussian:
     constant: Array | float
     unreached: dict[str, Array]
     learns: bool = False
-    # Updates are loops of the program. Where every evaluation reads data they are
-    # Python's (passes.py).
+    # Updates are loops of the compiled program. If every evaluation reads data, they
+    # are Python loops (passes.py).
     loops: ClassVar[Any] = lax
 
     @classmethod
@@ -205,8 +205,6 @@ class LatentGaussian:
         structures = [getattr(p, "structure", None) for p in self.priors.values()]
         return len(structures) == 1 and getattr(structures[0], "solves", False)
 
-    # Minibatches of latents.
-
     def select(self, natural: Natural) -> Any:
         """Return the natural parameters of the latents for which the processes were
         called."""
@@ -238,8 +236,6 @@ class LatentGaussian:
             priors={**self.priors, name: prior},
         )
 
-    # The bound.
-
     def rebased(self, natural: Natural) -> Natural:
         """Return natural parameters found at other hyperparameters, with the part that
         is the prior's from the priors here. Most latents are whitened, and their priors
@@ -264,7 +260,7 @@ class LatentGaussian:
         first, *others = natural
         if first in self.coupled:
             others = [first, *others]
-        # Any numbers will do for the rest, and these need no arrays of their own.
+        # Any values will do for the other moments; these stand-ins need no arrays.
         q = {k: n.stand_in() for k, n in natural.items()}
         q |= {k: natural[k].moments() for k in others}
 
@@ -274,7 +270,8 @@ class LatentGaussian:
 
         at, kl = _zeros(jax.eval_shape(lambda: parts(natural)))
         likelihood: Any = self.likelihood
-        # The likelihood is not traced: derivatives have the shapes of their arguments.
+        # The likelihood is not traced, because derivatives have the shapes of their
+        # arguments.
         direct = split_floats(self.likelihood)[0] if self.learns else ()
         zero = jnp.zeros((), self.dtype)
         known_at, known_kl = parts(others)
@@ -458,7 +455,7 @@ class LatentGaussian:
         """
         total = sum(each.sum() for each in kl.values())
         bound = jnp.asarray(value + self.constant - total, self.dtype)
-        # The constant is at most the sum of the others.
+        # The constant is not larger than the other terms together.
         terms = jnp.asarray(jnp.abs(value) + total + 1, self.dtype) + jnp.abs(bound)
         return bound, relative_rounding(self.dtype) * terms
 
@@ -553,15 +550,15 @@ class LatentGaussian:
             return {}
         ascents = self.ascents(evaluation)
         steps = self.newton(evaluation, ascents)
-        # Rows are so many that they are taken in blocks of processes alone, whose
-        # numbers do not compensate each other.
+        # With so many rows, there are only blocks of processes, whose latents do not
+        # compensate each other.
         if any(isinstance(map_, AffineBlocks) for map_ in self.maps.values()):
             return steps
         left = {k: x + self._turn(k, evaluation, steps[k]) for k, x in ascents.items()}
         more = self.newton(evaluation, left)
 
         def refined(name: str) -> Array:
-            # Far from the optimum the covariance may be of other factors.
+            # Far from the optimum, the covariance may belong to other factors.
             now = (ascents[name] * steps[name]).sum()
             smaller = (left[name] * more[name]).sum() < now
             return steps[name] + jnp.where(smaller, more[name], 0)
@@ -706,7 +703,7 @@ class LatentGaussian:
         :param least_precision: see :meth:`target`.
         """
         factors = self.maps[name].factors(at, slopes, least_precision)
-        # A scale on the whole model multiplies likelihood and prior alike.
+        # A scale on the whole model multiplies likelihood and prior equally.
         scaled = jax.tree.map(lambda x: x / self.scales[name], factors)
         information = self.maps[name].information(scaled, at.mean)
         return information.moved(selected(q.mean, self.latents.get(name)))

@@ -72,7 +72,7 @@ class Memory(NamedTuple):
         products = falls @ steps.T
         diagonal = linalg.diagonal(products)
         lower = jnp.tril(products) + jnp.diag(jnp.asarray(~used, products.dtype))
-        # The curvature of the last step stands for all others.
+        # The curvature along the last step is used for all other directions.
         square = falls[-1] @ falls[-1]
         length = jnp.sqrt(self.gradient @ self.gradient)
         scale = lax.select(

@@ -20,7 +20,7 @@ from numpyro_gpaug.math.sharding import latents_apart
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.observations import all_valid
 
-# Minibatches on which two states are compared.
+# The number of minibatches on which two states are compared.
 BATCHES = 16
 
 
@@ -76,7 +76,7 @@ def stepped(
     :return: the state, losses (CHUNK,), the number of steps taken, and the last two.
     """
     bound = jnp.full_like(state.bound, unknown_bound(state.bound.dtype))
-    if stepper.plan.learns:  # else no step depends on the last one's
+    if stepper.plan.learns:  # otherwise no step depends on the last bound
         bound = jnp.where(state.data == data, state.bound, bound)
     state = state._replace(bound=bound, data=jnp.asarray(data))
     if problem is None:

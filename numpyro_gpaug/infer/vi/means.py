@@ -24,15 +24,16 @@ from numpyro_gpaug.gaussians.base import GaussianFactors
 from numpyro_gpaug.gaussians.pairs import PairedMap
 from numpyro_gpaug.infer.vi.latent_gaussian import Evaluation, LatentGaussian
 
-# Directions, attempts along each, and the share of the slope that may be left at the
-# end of one.
+# The largest numbers of directions and of attempts along each, and the part of the
+# slope that may remain at the end of a line search.
 MOST, TRIES, LEFT = 40, 14, 0.2
-# Directions that do not halve the promise end the search after so many.
+# The number of directions without half of the promise that ends the search.
 PATIENCE = 4
-# Of the promise of the covariance, what the means may leave.
+# The search ends when the means promise less than this part of what the covariance
+# promises.
 SHARE = 0.01
-# Updates of predictors as if they were independent, and how far each moves in one, in
-# standard deviations of its prior.
+# The number of updates of predictors as if they were independent, and the largest move
+# in one of them, in standard deviations of the prior.
 ALONE, FAR = 12, 1.5
 
 
@@ -124,7 +125,7 @@ class Means:
         kl = {name: old.divergences[name] + change}
         new = problem._evaluation({name: q}, {name: at}, kl)
         better = new.bound >= old.bound - old.rounding
-        # Not of the factor, which is the same.
+        # The factor of the covariance is left out, because it does not change.
         chosen = jax.tree.map(
             lambda a, b: jnp.where(better, a, b),
             new._replace(moments={}), old._replace(moments={}),
@@ -188,8 +189,8 @@ class Means:
             rises = slope > 0
             low, high = jnp.where(rises, size, low), jnp.where(rises, high, size)
             kept = jax.tree.map(lambda a, b: jnp.where(rises | done, a, b), now, kept)
-            # Newton's step, or half of the interval where it leads out of it or comes
-            # from where the bound falls steeply.
+            # Newton's step, or half of the interval if the step leaves it or starts
+            # where the bound falls steeply.
             next_ = size + slope / curvature(now.slopes)
             inside = (next_ > low) & (next_ < high) & (slope > -first)
             half = jnp.where(jnp.isinf(high), 4 * size, low + 0.25 * (high - low))

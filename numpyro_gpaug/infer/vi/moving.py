@@ -23,7 +23,8 @@ from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.sources import sources
 from numpyro_gpaug.model.structure import flat_functions, remembered, run_model
 
-# Of the elements of a kernel matrix that the same program computes twice.
+# The largest relative difference of elements of a kernel matrix that two calls of the
+# same program compute.
 _SAME = 1e-4
 
 
@@ -65,7 +66,7 @@ class InducingMoves:
         inducing = self._origins(args, kwargs, values)
         found = {k: v for k, v in others.items() if k in inducing}
         if len(found) < len(others):
-            # Params at where they start are computed from arguments.
+            # The initial values of params may depend on the arguments.
             started = self._origins(args, kwargs, {})
             if idle := [k for k in others if k in started and k not in inducing]:
                 raise ValueError(

@@ -65,7 +65,7 @@ class ArrowRows:
                 width = () if name in self._flat else (len(columns),)
                 into[name] = np.empty((len(table), *width), dtype)
         start = 0
-        # Whole columns would be copied once more to have all of their parts in one.
+        # Combining the chunks of whole columns would copy them once more.
         for part in table.to_batches():
             end = start + len(part)
             for name, columns in self._columns.items():
@@ -82,7 +82,7 @@ def _split(fragment: Any) -> list[tuple[Any, int]]:
     rows."""
     if not hasattr(fragment, "split_by_row_group"):
         return [(fragment, fragment.count_rows())]
-    # Of one row group, count_rows is that of the file.
+    # For a single row group, count_rows counts the rows of the file.
     return [
         (part, sum(group.num_rows for group in part.row_groups))
         for part in fragment.split_by_row_group()

@@ -68,7 +68,7 @@ class Pass(NamedTuple):
         :param plan: the plan of the fit.
         """
         dtype = plan.dtype
-        # In NumPy: JAX would compile a program for each shape.
+        # In NumPy, because JAX would compile a program for each shape.
         none = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), natural)
         values: Any = {name: np.zeros(2, dtype) for name in plan.structure.functions}
         zero: Any = np.zeros((), dtype)
@@ -208,7 +208,7 @@ class InBlocks:
     loops: ClassVar[Any] = _PythonLoops
     coupled: ClassVar[tuple[str, ...]] = ()
     quadratic: ClassVar[bool] = False
-    # The means of competing classes would read the data many times.
+    # Joint Newton steps of competing classes would read the data many times.
     competes: ClassVar[bool] = False
     solves: ClassVar[bool] = False
 
@@ -221,7 +221,7 @@ class InBlocks:
         key: Array,
     ) -> None:
         self._programs, self._plan, self._reader = programs, plan, reader
-        # Blocks are checked by another thread, which waits for these at most.
+        # Blocks are checked by another thread, which waits at most for these calls.
         self._add, self._add_slopes = map(one_thread, (programs.sums, programs.slopes))
         self._params, self._key = params, key
         self.shares_unreached: dict[str, Array] = {}
@@ -257,7 +257,7 @@ class InBlocks:
     def target(
         self, name: str, at: Pass, augmented: Any, index: Array | None = None
     ) -> Any:
-        if augmented is not None and augmented:  # in a first step
+        if augmented is not None and augmented:  # in the first step
             at = self.evaluate(at.natural, augmented=True)
         return at.targets[name]
 
@@ -289,7 +289,7 @@ class InBlocks:
     def _blocks(self) -> Iterator[tuple[Arguments, Plan]]:
         for block in self._reader.blocks():
             arguments = self._reader.arguments(block)
-            # No param that has to be known is set in closed form.
+            # Params that are set in closed form are not among those that must be known.
             yield arguments, self._programs.plan(arguments, dict)
 
 
@@ -309,7 +309,7 @@ class _Stepper(Stepper):
         return state.rng_key  # nothing is drawn
 
     def problem_and_pullback(self, values: Any, key: Array, indices: Any) -> Any:
-        # Its gradient is in the params already.
+        # The gradient is computed with respect to the params.
         return self._in_blocks(values, key), lambda slopes: slopes
 
 
@@ -338,7 +338,7 @@ class Passes(Feed):
             )
         self._data, self.mesh = data, reader.mesh
         # The problem and its evaluation at the last state, if hyperparameters are
-        # fixed: an evaluation reads all data.
+        # fixed, because an evaluation reads all data.
         self._here: tuple[Any, Any] = None, None
         first = jax.tree.leaves(reader.batches.first)
         self.size = reader.batches.rows * sum(x[0].size for x in first)

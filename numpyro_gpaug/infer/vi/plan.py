@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 UPDATES = ("auto", "augmented", "exact")
 LBFGS = "lbfgs"
-# Steps of one compiled loop.
+# The number of steps in one compiled loop.
 CHUNK = 100
-# Of the logarithms that a dtype has numbers for: in float32 e-folds of 66 either way,
-# whatever the units.
+# The part of the dtype's range of logarithms that values may use: in float32, factors
+# up to exp(66) in either direction.
 FULL = 0.75
 
 

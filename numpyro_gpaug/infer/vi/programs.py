@@ -92,9 +92,9 @@ class Programs:
             partial(initial_state, settings, model, guide),
             static_argnames=("static", "batch"),
         )
-        # Each a function of its own: programs of one function have one cache.
-        # The state is donated: with many latents a second copy would not fit. Callers
-        # pass in none that a user holds.
+        # Each is a function of its own, because all programs of one function share a
+        # cache. The state is donated, because with many latents a second copy would not
+        # fit into memory. Callers never pass in a state that a user holds.
         self.advance, self.advance_batches = (
             jit(
                 partial(fn), static_argnames=("plan", "static"),
@@ -171,14 +171,14 @@ class Programs:
         fills = given.batches is None and not noisy
         more = self.padding(first, self._mesh) if fills else first
         if more is not first:
-            # Checks compile programs, too: for the padded size.
+            # Checks also compile programs, so they use the padded size.
             padded = more.counting_all()
             args, kwargs = padded.merge()
             filled = given._replace(args=args, kwargs=kwargs)
             try:
                 self.check(filled, begins=begins, arguments=padded)
             except (TypeError, ValueError):
-                # A message about the arguments themselves has the right numbers.
+                # The error of the arguments without added rows has the right sizes.
                 more = first
         if more is first:
             more = self.check(given, begins=begins, arguments=first)
@@ -218,7 +218,7 @@ class Programs:
         :param init_params: constrained values to start from, by param name.
         :param batch: the numbers of rows, if the arguments are a batch.
         """
-        # Copied: the steps overwrite the state, and with it what it is made of.
+        # Copied, because the steps overwrite the state and the arrays it is made of.
         values = copied(init_params or {})
         if values:
             check_given(values, self._declared(given, key), self._guide.structure)
@@ -269,7 +269,8 @@ class Programs:
         def made() -> Plan:
             if model is guide.model:
                 structure = guide.structure_at(arguments)
-            else:  # a wrapper of the guide's model, or another one: refused there
+            # a wrapper of the guide's model, or another model, which is refused there
+            else:
                 structure = structure_at(model, guide.structure, arguments)
             names, transforms = self._settings.m_step, transforms_of(guide)
             found = model, guide, structure
@@ -281,7 +282,7 @@ class Programs:
             return Plan(self._settings, *found, transforms, closed)
 
         if len(self.plans) >= MAX_SHAPES and arguments.shapes not in self.plans:
-            # JAX would keep what it compiled for every one of them.
+            # Otherwise JAX would keep the programs of all shapes.
             self._clear()
         return remembered(self.plans, arguments.shapes, made)
 

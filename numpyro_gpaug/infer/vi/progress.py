@@ -17,16 +17,19 @@ from tqdm.auto import tqdm
 from numpyro_gpaug.infer.vi.plan import CHUNK
 from numpyro_gpaug.math.processes import least_of_all
 
-# Entries of the data up to which the first loop is a whole one.
+# Up to this number of entries in the data, the first loop has its full length.
 _SMALL = 10**6
-# Of a loop, and at most of a longer one whose steps are the quicker for it: what all
-# have in common, as the projection of all data, is made once in each loop.
+# The time of a loop in seconds, and of the longest loop where longer loops have faster
+# steps: results that all steps share, such as the projection of all data, are computed
+# once per loop.
 _SECONDS, _LONGEST = 1.0, 10.0
-# By how much they have to be, and how many times as long is tried.
+# The factor by which steps of longer loops must be faster, and the factor by which the
+# next loop is longer.
 _PAYS, _TIMES = 1.1, 8
 
 
-# The script or cell in which Ctrl-C ended a run early: its next one is not for a run.
+# The script or notebook cell in which Ctrl-C ended a run early. Its next Ctrl-C is not
+# for a run.
 _ended_in: FrameType | None = None
 
 
@@ -39,8 +42,8 @@ class Pace:
 
     def __init__(self, size: int) -> None:
         self.length = CHUNK if size <= _SMALL else 1
-        # The shortest loops so far, their steps per second, and whether those of longer
-        # ones are more; to be tried, until it is known.
+        # The length of the shortest loops so far, their steps per second, and whether
+        # longer loops have faster steps (assumed until known).
         self._shortest, self._speed, self._pays = CHUNK, 0.0, True
 
     def took(self, steps: int, seconds: float) -> None:
@@ -106,7 +109,7 @@ class Progress:
         if not self._ends or error[0] is not None:
             return
         if self.is_whole:
-            # A loop of short fits would swallow one interrupt with each of them.
+            # Otherwise each short fit in a loop would swallow one interrupt.
             if self._interrupted:
                 raise KeyboardInterrupt
         else:
@@ -140,7 +143,7 @@ class Progress:
     def next(self) -> int:
         """Return the number of steps of the next loop: zero at the end, or after
         Ctrl-C."""
-        # Minibatches are judged at whole loops, wherever the clock divides the run.
+        # Minibatches are compared over whole loops, wherever time divides the run.
         left = min(self._num_steps - self.taken, CHUNK - self.taken % CHUNK)
         return 0 if self.over else min(self._pace.length, left)
 
@@ -164,7 +167,7 @@ class Progress:
             self._all_end = not goes_on
 
     def _show(self, bar: tqdm, losses: np.ndarray, *, first: bool) -> None:
-        if first:  # what was compiled is no part of the time left
+        if first:  # the remaining time excludes compilation
             bar.set_description_str("", refresh=False)
             bar.reset(self._num_steps)
             bar.initial = bar.n = self.taken

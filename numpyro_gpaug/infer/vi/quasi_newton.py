@@ -45,33 +45,35 @@ from numpyro_gpaug.infer.vi.state import (
 from numpyro_gpaug.math.compiling import few
 from numpyro_gpaug.model.latents import Structure
 
-# Pairs of points that curvature is known from. With 20 that of a dozen lengthscales is
-# forgotten again: fits took 6 to 14% more evaluations than with all of them. In float32
-# old pairs are of rounding as much, and bounds ended nats lower with them. Of few
-# params three times their number tell all.
+# The largest numbers of pairs of points that define the curvature, in float64 and in
+# float32, and the number of pairs per learnt value. With 20 pairs, the curvature of a
+# dozen lengthscales is forgotten: fits took 6 to 14% more evaluations. In float32, old
+# pairs contain rounding errors, and with more of them bounds ended nats lower.
 MOST_PAIRS, ROUNDED_PAIRS, EACH = 60, 20, 3
-# Of the rise that the slope promises: what must be had, and how much steeper than the
-# end of a step its start must have been.
+# The least part of the predicted increase that a step must achieve (Armijo), and the
+# largest ratio of slopes at its end and start (Wolfe).
 SUFFICIENT, CURVATURE = 1e-4, 0.9
-# Of an update, to see the noise of the bound: the least that moves anything.
+# The part of an update that shows the noise of the bound: the smallest one that changes
+# anything.
 PROBE = 1e-6
-# No coordinate is moved further by one new direction (e-folds of a positive param):
-# beyond lies another basin, or nothing. Lengthscales that ran off early do not come
-# back: steps of two e-folds cost bounds up to six nats, and saved few evaluations.
-# Repeated, updates double.
+# The largest change of a coordinate in a new direction (e-folds of a positive param).
+# Larger changes lead into another basin: steps of two e-folds cost bounds up to six
+# nats, because early lengthscales did not come back, and saved few evaluations.
+# Repeated updates double.
 LARGEST = 0.5
-# Nor any by one update, however often that doubled: where a bound hardly changes any
-# more a number would be at the end of its dtype's range after a dozen.
+# The largest change of a coordinate in one update after doubling. Otherwise, where the
+# bound is almost flat, a value would reach the end of its dtype's range after a dozen
+# updates.
 FURTHEST = 16.0
-# Nats of noise that a user should know of.
+# The noise in nats that users are told of.
 NOISY = 0.5
-# Steps without a rise that end a search; of one whose bounds are known to less than so
-# many nats, which sees slower that they rise.
+# The number of steps without an increase that ends a search; the larger number for
+# noisy bounds; and the error in nats from which on bounds are noisy.
 PATIENCE, LONG_PATIENCE, RESOLVED = 5, 15, 0.1
-# One ends it where so little of the rise that would count is promised by curvature
-# known in all directions.
+# A single step ends the search if the known curvature in all directions promises less
+# than this part of the tolerance.
 PROMISED = 0.01
-# The part of a bound by which two of one fit, at the same hyperparameters, may differ.
+# The largest relative difference of two bounds of one fit at the same hyperparameters.
 LARGEST_NOISE = 0.01
 
 
@@ -257,8 +259,8 @@ def refused(
     part = slope / (2 * (slope - rise))
     factor = jnp.where(part > 0.1, jnp.minimum(part, 0.5), 0.1)
     less = hyper.scale * factor
-    # Along a first gradient a step may gain next to nothing though others gain much:
-    # one within rounding, from gradient to gradient, tells which.
+    # Along a first gradient, a step may gain almost nothing although other steps gain
+    # much. A gradient step within rounding shows which is the case.
     first = search.steepest & search.fresh
     hopeless = (slope * factor / 2 < rounding) & ~first
     change = jnp.abs(rise)
@@ -293,7 +295,7 @@ def patience(hyper: Hyper, tol: Any) -> Array:
     search: Search = hyper.optim_state
     noisy = (search.noise > tol) | (search.unresolved > RESOLVED)
     most = jnp.where(noisy, LONG_PATIENCE, PATIENCE)
-    # Of a new direction, not of less of one.
+    # For new directions only, not for a part of one.
     known = (search.memory.number > search.here.size) & (hyper.scale == 1)
     known = known & ~search.steepest & ~noisy
     most = jnp.where(known & (_slope(hyper) < PROMISED * tol), 1, most)
@@ -370,7 +372,7 @@ def searched(
             unreached=at.unreached,
         )  # fmt: skip
 
-    # A first bound of NaN is shown.
+    # A first bound of NaN is reported.
     rose = further & ~(bound < best)
     new = lax.cond(rose, better, lambda: state._replace(hyper=hyper))
     return flagged(new, hyper)

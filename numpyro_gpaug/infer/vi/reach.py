@@ -36,15 +36,16 @@ from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.latents import JOINT, Structure
 from numpyro_gpaug.model.structure import flat_functions, run_model
 
-# Of the rows, of which a fit may know as little: those that are inducing inputs
-# themselves are explained wherever the others are.
+# The largest share of rows that a fit may leave unexplained. Rows that are inducing
+# inputs themselves are always explained.
 MOST_UNREACHED = 0.5
-# Rows that a diagnosis looks at, and how much wider X may be than inducing inputs.
+# The number of rows that a diagnosis uses, and how much wider than the inducing inputs
+# X may be.
 ROWS, WIDER = 256, 10
-# Of the prior variance, what differences between rows must have of it at the start,
-# and at the end, up to which a prior may have moved the lengthscale: less is a
-# constant, as far as derivatives tell. And of their variance, what that of the
-# posterior's mean has where data say something of them.
+# Differences between rows must have this part of the prior variance, at the start and
+# at the end (where a prior may have changed the lengthscale). Otherwise the process is
+# a constant as far as derivatives show. And differences of the posterior mean must have
+# this part of their variance if the data are informative about them.
 FIRST_DIFFERENCES, LAST_DIFFERENCES, LEAST_KNOWN = 0.01, 0.03, 0.01
 ALIKE = "its function values are almost equal at all rows"
 APART = "its function values are almost independent (white noise) at any two rows"
@@ -171,7 +172,7 @@ def _extreme(conditional: Conditional, least: float) -> str | None:
     distinct = len(np.unique(X, axis=0))
     if distinct == 1:
         return None
-    # A constant beside a kernel does not make it one.
+    # A constant added to a kernel does not make the process constant.
     parts = list(_stationary(gp.kernel)) or [gp.kernel]
     if all(_differences(kernel, X) < least for kernel in parts):
         return ALIKE

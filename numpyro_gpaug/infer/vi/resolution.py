@@ -22,13 +22,13 @@ from numpyro_gpaug.infer.vi.latent_gaussian import Natural
 from numpyro_gpaug.math.compiling import few
 from numpyro_gpaug.model.latents import Structure
 
-# Nats that a user should know of. Means of latents are off by as much, in their
-# standard deviations.
+# The error in nats that users are told of. Means of latents are off by the same number
+# of standard deviations.
 LOST = 0.1
-# By how much rounding must be able to move a precision's eigenvalues to be the cause of
-# one that is not positive definite.
+# Rounding is the cause of a precision that is not positive definite only if it can move
+# eigenvalues by this part.
 MOVED = 0.01
-# A latent is named if it has this part of the largest figure.
+# A latent is named if its value is at least this part of the largest one.
 NAMED = 0.01
 
 _FLOAT64 = "use float64, jax.config.update('jax_enable_x64', True)"

@@ -15,7 +15,7 @@ from numpyro_gpaug.infer.vi.state import ConjugateState
 from numpyro_gpaug.math.convergence import convergence
 from numpyro_gpaug.model.closures import Version
 
-# Of the bound, what noise may hide of its changes where a run is said to converge.
+# The part of the bound that noise may hide while a run still counts as converged.
 HIDDEN = 0.01
 
 
@@ -92,7 +92,7 @@ class ConjugateResult(Displayed, SVIRunResult):
                 "limited by rounding: bounds are uncertain by up to "
                 f"{unknown:.2g} nats, and the best is kept (try float64)"
             )
-        # A search that began with a first-order phase learns hundreds of numbers.
+        # A search with a first-order phase learns hundreds of values.
         one = "converged"
         if search is not None and search.ascent:
             one = "converged to one of many local optima (compare several starts)"
@@ -101,7 +101,7 @@ class ConjugateResult(Displayed, SVIRunResult):
         found = convergence(losses)
         if not found.converged:
             return f"{found.verdict}: {found.suggestion}"
-        # Of minibatches the change is noise, and the bound of a few steps says little.
+        # With minibatches, changes are noise, and the bound of a few steps says little.
         noise = f" (+- {found.error:.1g})" if found.error else ""
         moved = f"{found.change:.2g} nats over the last {found.window} steps"
         noisy = found.hidden > HIDDEN * abs(found.elbo)

@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import numpy as np
 
-# Rows of arrays that are read at once; one after the other on disk.
+# The number of consecutive rows that are read at once.
 BLOCK = 2**14
 
 

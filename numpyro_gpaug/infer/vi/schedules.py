@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-# A whole first step takes one batch for all data, from which likelihoods that are not
-# log-concave do not recover; a long delay leaves the posterior near its prior for most
-# of a short run.
+# The range of the delay. Without a delay, the first step takes one batch for all data,
+# from which likelihoods that are not log-concave do not recover. With a long delay, the
+# posterior stays near its prior for most of a short run.
 DELAYS = 20.0, 100.0
 
 
@@ -114,7 +114,8 @@ class Adaptive:
     def next(
         self, state: _Averages, step: Array, direction: Any
     ) -> tuple[Array, _Averages]:
-        # The first gradient fills the averages: a step of one, as from the prior.
+        # The first gradient initialises the averages, with a whole step as from the
+        # prior.
         rate = jnp.where(step == 0, jnp.ones_like(state.window), 1 / state.window)
         gradient = jax.tree.map(
             lambda old, new: (1 - rate) * old + rate * new, state.gradient, direction

@@ -38,17 +38,18 @@ from numpyro_gpaug.infer.vi.sweeps import (
 )
 from numpyro_gpaug.math.compiling import few
 
-# Moves of the blocks, at most, and the rise in nats that ends those of a fit.
+# The largest number of updates of the blocks, and the increase in nats that ends those
+# of a fit.
 MAX_MOVES, SETTLED = 50, 1e-4
-# Of what bounds show of a rise, what slopes do. Mixing ends in many moves that gain
-# little each, and may lose little: in float32 bounds show neither, and moves ended with
-# one that fell by less than rounding, nats below the optimum.
+# Slopes resolve an increase this much better than bounds do. Mixing ends with many
+# updates that each gain or lose little. In float32, bounds do not resolve these, and
+# updates ended after a small decrease, nats below the optimum.
 FINER = 1 / 256
-# Targets that are mixed, and of how much of their residuals' size differences may be
+# The number of targets that are mixed, and the part of the residuals' norm that may be
 # rounding.
 MEMORY, RIDGE = 6, 1e-5
 
-# Natural parameters, the evaluation there, and next step sizes.
+# Natural parameters, the evaluation there, and the next step sizes.
 Place = tuple[Natural, Any, dict[str, Array]]
 
 
@@ -79,7 +80,8 @@ def settled(
     if problem.solves and largest_step == 1:
         found = _settled_by_means(problem, natural, augmented, tolerance, precision)
         return *found, steps
-    # Targets are mixed only with several latents, whose targets do not know each other.
+    # Targets are mixed only if there are several latents, whose targets are computed
+    # independently.
     several = sum(len(block.potential) for block in natural.values()) > 1
 
     def sweep(place: Place, moves: Array, fresh: Array) -> Place:
@@ -104,12 +106,12 @@ def settled(
             total += jnp.where(first, 0, change)
             rise = jnp.where(first, change, rise)
         else:
-            # Of the first move too, which evaluates where it starts: a start close to
-            # the optimum takes one move.
+            # The first update also evaluates its start, so a start near the optimum
+            # takes one update.
             steps, place = place[2], sweep(place, moves, first)
             rise = place[1].rise
             total += rise
-            # Where no step was short enough, the next is shorter.
+            # If no step was short enough, the next one is shorter.
             rise = jnp.where(_shrank(steps, place[2]), jnp.inf, rise)
             if problem.quadratic:
                 rise = jnp.where(was_whole(steps, place[2]), 0, rise)
@@ -218,7 +220,7 @@ def _settled_by_means(
         evaluation, promise = state.evaluation, state.promise
         at, slopes = evaluation.marginals[name], evaluation.slopes[name]
         least = jnp.maximum(resolved(at, slopes), tolerance)
-        # Rounding, if it does not fall.
+        # A promise that does not fall is rounding.
         stays = (promise > 0.5 * state.before) & (promise < evaluation.rounding)
         short = state.size < 2.0**-MAX_HALVINGS
         return (state.moves < MAX_MOVES) & (promise > least) & ~(stays | short)
@@ -319,7 +321,7 @@ def _mixed_or_swept(
     cond = problem.loops.cond
     proposal, memory = cond(moves == 0, lambda: (natural, memory), mix)
     outcome = problem.evaluate(proposal)
-    # False for a bound of NaN.
+    # This is false for a bound of NaN.
     rose = outcome.bound >= evaluation.bound - evaluation.rounding
     rise = _seen(problem, evaluation, outcome, natural)
     rose &= (moves == 0) | (rise >= -_least_seen(evaluation.rounding, tolerance))

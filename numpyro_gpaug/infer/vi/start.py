@@ -70,7 +70,7 @@ def initial_state(
     if batch is not None:
         model, structure, passed = seen_in_batches(model, structure, batch)
     args, kwargs = arguments.merge()
-    # Steps fold in numbers from one.
+    # Steps use the numbers from one on.
     guide_key, model_key = random.split(random.fold_in(key, 0))
     others = handlers.seed(guide.draw_others, guide_key)
     guide_trace = handlers.trace(others).get_trace(*args, **kwargs)
@@ -83,7 +83,7 @@ def initial_state(
         if site["type"] == "param"
     }
     view = guide.view(structure, model, arguments, {**params, **drawn}, model_key)
-    # A batch is checked as it is.
+    # A batch is checked without padding.
     seen = guide.seen(view) if batch is None else None
     natural = latents_apart(guide.start_at(natural, given, view))
     state = _state(settings, structure, guide, params, natural, key)
@@ -187,7 +187,7 @@ def unmarked(state: ConjugateState) -> ConjugateState:
     """Return a state from which a run continues: it stops only by its own steps."""
     hyper = state.hyper
     if isinstance(search := hyper.optim_state, quasi_newton.Search):
-        # One that is at its end tries once more.
+        # A search that has ended tries once more.
         going = search._replace(exhausted=jnp.zeros_like(search.exhausted))
         hyper = hyper._replace(optim_state=going)
     return state._replace(

@@ -24,9 +24,10 @@ from numpyro_gpaug.infer.vi.state import ConjugateState, Hyper, flagged
 from numpyro_gpaug.infer.vi.sweeps import backtracked_sweep, damped_sweep
 from numpyro_gpaug.model.arguments import Arguments
 
-# Of a pending update, what is tried at least before a new one.
+# The smallest part of a pending update that is tried before a new one.
 LEAST_SCALE = 0.1
-# Of the step size of the posterior, by how much hyperparameters may move meanwhile.
+# The largest change of hyperparameters per step, relative to the step size of the
+# posterior.
 LARGEST_PART = 0.5
 
 
@@ -49,7 +50,7 @@ class Stepper:
 
     @cached_property
     def _schedule(self) -> Schedule:
-        # Not made for an evaluation: its data may not be those of the steps.
+        # Created only for steps, because an evaluation may have other data.
         batches = None if self._comparable else epoch_length(self._structure)
         return as_schedule(self.plan.settings.step_size, batches)
 
@@ -95,8 +96,6 @@ class Stepper:
         if self.plan.searches:
             return self._search_step(state), ()
         return self._joint_step(state), ()
-
-    # The kinds of step.
 
     def _fixed_step(
         self, state: ConjugateState, problem: Any, evaluation: Any
@@ -192,8 +191,6 @@ class Stepper:
                 "them. Use the default (RobbinsMonro) or a number"
             )
 
-    # Their parts.
-
     def _sweep(
         self, problem: Any, state: ConjugateState, evaluation: Any, fresh: Array
     ) -> Place:
@@ -273,7 +270,7 @@ class Stepper:
                     1, self.plan.settings.hyper_steps, one_more, carry
                 )
             update, optim_state = carry
-            # On minibatches it is the rate, which only a guard lowers.
+            # With minibatches it is the learning rate, which only the guard lowers.
             scale = jnp.ones_like(hyper.scale) if self._comparable else hyper.scale
             return Hyper(values, update, scale, optim_state)
 
@@ -298,8 +295,6 @@ class Stepper:
             p.name: p.update(expected, carried, values[p.name], ascent[p.name])
             for p in self.plan.closed
         }
-
-    # The problem at given hyperparameters.
 
     def problem(
         self, values: dict[str, Any], key: Array, indices: dict[str, Array]

@@ -18,14 +18,15 @@ from numpyro_gpaug.infer.vi.quasi_newton import Search
 from numpyro_gpaug.infer.vi.state import ConjugateState
 from numpyro_gpaug.infer.vi.sweeps import was_whole
 
-# Nats by which the bound must go on rising, if no tol is given to a search.
+# The increase of the bound in nats below which a search ends if no tol is given.
 LEAST_RISE = 1e-3
-# A step without a rise by the tolerance has some points, and so many end a run at fixed
-# hyperparameters. After one that rose a single whole step does, if it rose by less than
-# this part of it: what is still to come falls at least as fast.
+# A step whose increase is below the tolerance has several points, and this sum of
+# points ends a run with fixed hyperparameters. After a larger increase, one whole step
+# ends the run if its increase is below this part of the previous one, because the
+# increases shrink at least geometrically.
 PATIENCE, POINTS, SHORT = 12, 4, 0.25
-# Rises are seen from so many units in the last place of a bound on. Where the tolerance
-# is none of them, steps that move marginals by it have a single point.
+# An increase counts from this number of units in the last place of the bound on. If the
+# tolerance is smaller, steps that still move marginals have only one point.
 SHOWN = 2
 
 
@@ -43,7 +44,7 @@ class Stop:
             tol = LEAST_RISE
         self._noisy_tol = tol if plan.noisy else None
         self.tol = np.asarray(0 if tol is None or plan.noisy else tol, plan.dtype)
-        # Without minibatches, only draws make losses noisy.
+        # Without minibatches, losses are noisy only if samples are drawn.
         batches = bool(plan.structure.subsampled)
         self._epoch = epoch_length(plan.structure) if batches else CHUNK
 
@@ -93,16 +94,16 @@ def counted(
     :param after: the evaluation after, likewise.
     :param exact: whether a whole step, at fixed hyperparameters, leads to the optimum.
     """
-    # Not ``mark + tol``: next to a large bound that may be the mark itself.
+    # Not ``mark + tol``, which may equal the mark if the bound is large.
     rose = new.bound - state.mark >= tol
     if isinstance(state.hyper.optim_state, Search):
         rose |= quasi_newton.begins(state.hyper)
-    # A refused update says nothing: less of it follows, or another.
+    # A refused update gives no information: a part of it follows, or another one.
     rests = new.hyper is state.hyper
     tried: Any = jnp.int32(new.hyper.scale >= state.hyper.scale)
     if rests:
-        # A rise that may be rounding is none, but then marginals say more than it. They
-        # also tell a step that went as far beyond the maximum as it began before it.
+        # An increase within rounding does not count, but then marginals show more. They
+        # also detect a step from one side of the maximum to the other.
         shown = SHOWN * jnp.finfo(new.bound.dtype).eps * jnp.abs(new.bound)
         moves = _moves(before, after, tol)
         unseen = moves & (SHORT * tol < shown)
@@ -124,7 +125,7 @@ def _moves(before: Any, after: Any, tol: Array) -> Any:
         return False
 
     def moves(old: Any, new: Any, slopes: Any) -> Array:
-        # Rows without weight do not count.
+        # Rows with weight zero do not count.
         seen = (slopes.mean != 0) | (slopes.variance != 0)
         far = jnp.square(new.mean - old.mean) > 2 * tol * new.variance
         return (far & seen).any()

@@ -24,7 +24,8 @@ from numpyro_gpaug.predict.predictor import predictor_for
 if TYPE_CHECKING:
     import optax
 
-# Steps of one update; it stops earlier, once the bound rises no more.
+# The largest number of steps in one update. It ends earlier if the bound no longer
+# rises.
 STEPS = 50
 SETTLED = 1e-3
 
@@ -163,7 +164,7 @@ class Stream:
             them.
         :raises NotImplementedError: for moving separate inducing inputs per latent.
         """
-        # A batch may be anywhere: that of the last one says nothing.
+        # The next batch may be anywhere, so the ranges of the last one do not apply.
         known = self.posterior.arguments._replace(ranges={})
         model = self.posterior.model
         names = argument_names(model, len(args))
@@ -202,7 +203,7 @@ class Stream:
         known, moments = posterior.arguments, posterior.moments
         old = self._moves.changed(args, kwargs, known.kwargs, values)
         if self.forgetting < 1:
-            # Of weights alone: where inducing inputs are changes nothing.
+            # Only for weights: changes of inducing inputs do not matter for these.
             priors = self._guide.setup(*args, **kwargs).priors
             moments = self._blended(moments, priors, self.forgetting)
         if not old:

@@ -23,8 +23,8 @@ from numpyro_gpaug.math.compiling import few
 from numpyro_gpaug.model.latents import Structure
 
 MAX_HALVINGS = 12
-# A parabola is as high at the end of a step as where it began if it falls there as it
-# rose here: by no more than this part.
+# A parabola is as high at the end of a step as at its start if it falls there as
+# steeply as it rose here. A whole step is kept if it falls by at most this part.
 FALLING = 0.8
 
 
@@ -274,11 +274,12 @@ def backtracked_update(
             tries == 0, lambda: towards(latest),
             lambda: (search.target, search.floor, search.origin),
         )  # fmt: skip
-        # The last attempt is no step at all, and is accepted; nothing rises above NaN.
+        # The last attempt has size zero, and is accepted, because no bound exceeds NaN.
         last = (tries == MAX_HALVINGS) | ((tries == 0) & jnp.isnan(floor))
         size = jnp.where((tries < 0) | last, 0, step * halved(tries))
         candidate = mix(old, target, size)
-        # A precision that is not positive definite has a bound of NaN: refused.
+        # If a precision is not positive definite, the bound is NaN and the step is
+        # refused.
         outcome = problem.reevaluate(latest, name, candidate, index)
         slopes = problem.slopes_between(name, origin, problem.place(name, outcome))
         accepted = last | ((tries >= 0) & _rises(outcome, floor, *slopes))

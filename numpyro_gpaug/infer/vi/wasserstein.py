@@ -210,7 +210,8 @@ def spectral_distance(
     shift = jnp.square(P.mean(X) - Q.mean(X)).mean(-1)
     product = Q.kernel(chosen, X) @ P.kernel(X, chosen)
     values = jnp.linalg.eigvals(product).real
-    # What rounding makes of 0 has an infinite gradient and a root that is not small.
+    # Rounding errors of a zero have an infinite gradient, and their roots are not
+    # small.
     precision = jnp.finfo(values.dtype).eps * chosen.shape[0]
     positive = values > precision * values.max(-1, keepdims=True)
     roots = jnp.where(positive, jnp.sqrt(jnp.where(positive, values, 1)), 0).sum(-1)
@@ -262,7 +263,7 @@ def _bures(K: Array, R: Array, floor: Array) -> Array:
     left, _, right = one_by_one(jnp.linalg.svd)(_transposed(B) @ A)
     turn = left @ right
     value = jnp.square(A - B @ turn).sum((-2, -1))
-    # At a minimum the derivative of U does not count.
+    # The derivative with respect to U vanishes at a minimum.
     for matrix, there in (
         (K, B @ turn @ inverse_A),
         (R, A @ _transposed(turn) @ inverse_B),
