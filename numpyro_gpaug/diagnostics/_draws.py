@@ -39,7 +39,8 @@ from numpyro_gpaug.model.predictors import of_site
 from numpyro_gpaug.model.structure import Observed, remembered
 from numpyro_gpaug.model.view import NUM_NODES, ModelView
 
-# Numbers held at once while draws are evaluated: 64 MiB in float32.
+# The largest number of values that are held at once while draws are evaluated: 64 MiB
+# in float32.
 _BUDGET = 2**24
 
 
@@ -88,8 +89,8 @@ class Programs:
         self.model, self.guide = model, guide
         self.structure, self.static = structure, arguments.static
         self.top_level = frozenset(top_level(model, arguments))
-        # Given a draw, weight vectors are known, and the processes' residuals are all
-        # that is left to integrate.
+        # Given a draw, weight vectors are known, and only the residuals of processes
+        # remain to be integrated.
         self.given_weights = dataclasses.replace(structure, blocks=structure.processes)
         self.delta: set[str] = set()
         self.dims: dict[str, list[str]] = {}
@@ -136,7 +137,7 @@ class Programs:
             message = trace[name]
             weighted[name] = scaled(likelihoods[name], message["scale"])
             if isinstance(base_distribution(message["fn"]), dist.Unit):
-                self.factors.add(name)  # numpyro.factor: a density of no observation
+                self.factors.add(name)  # numpyro.factor is no density of an observation
                 continue
             if is_pseudo(message["fn"]):
                 self.pseudo.add(name)
@@ -153,12 +154,13 @@ class Programs:
         size = sum(math.prod(s.shape[1:]) for s in jax.tree.leaves(shapes.likelihoods))
         width = NUM_NODES
         if not fixed.keys() >= set(self.structure.others):
-            # K_ZX is another one for every draw.
+            # K_ZX differs between draws.
             width += sum(math.prod(b.shape) for b in self.given_weights.blocks)
         return max(1, size * width)
 
 
-# By model, guide and the shapes of arguments; few, for each keeps these alive.
+# By model, guide and shapes of arguments. There are few, because each keeps its model
+# and guide alive.
 _CACHE: dict[Any, Programs] = {}
 _MAX_PROGRAMS = 8
 
@@ -220,7 +222,7 @@ def evaluated_at(
         kept = min(chunk, total - start)
         parts.append(jax.tree.map(lambda x, kept=kept: np.asarray(x)[:kept], part))
     draws = jax.tree.map(lambda *blocks: np.concatenate(blocks), *parts)
-    # In double precision, as the ratios are small differences of large sums.
+    # In double precision, because the ratios are small differences of large sums.
     log_p = draws.prior.astype(float) + sum(
         v.astype(float).reshape(total, -1).sum(-1) for v in draws.scaled.values()
     )
@@ -275,7 +277,7 @@ def _plate_names(site: dict[str, Any]) -> list[str]:
     axes."""
     frames = {frame.dim: frame.name for frame in site.get("cond_indep_stack", ())}
     if isinstance(site.get("fn"), Conditional):
-        # Rows come first in function values, whatever the dim of their plate.
+        # Rows are the first axis of function values, for any dim of their plate.
         return [frames[-1]] if frames.keys() == {-1} else []
     if site["type"] != "sample" or not frames:
         return []

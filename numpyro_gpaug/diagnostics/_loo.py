@@ -15,7 +15,7 @@ from numpyro_gpaug.diagnostics._importance import check_tree
 if TYPE_CHECKING:
     from xarray import DataTree
 
-# Noise that breaks ties, in nats.
+# The noise that breaks ties, in nats.
 TIED = 1e-7
 
 
@@ -159,7 +159,7 @@ def compare(
                 "and order"
             )
     with warnings.catch_warnings():
-        # The table counts what this warns of.
+        # The table counts the data that this warning is about.
         warnings.filterwarnings("ignore", "Estimated shape parameter of Pareto")
         scores = {n: loo(tree, site, correct=correct) for n, tree in trees.items()}
         # ArviZ 0.8 calls pandas in a way that pandas 3.1 deprecates.

@@ -28,7 +28,7 @@ from numpyro_gpaug.predict.posterior import Posterior
 if TYPE_CHECKING:
     from xarray import DataTree
 
-# Predictions without finitely many values are compared at this many of each side.
+# If predictions have infinitely many values, this many draws of each side are compared.
 _NUM_VALUES = 100
 
 
@@ -157,10 +157,11 @@ def _marginals(draws: Mapping[str, np.ndarray], mcmc: dict[str, np.ndarray]) -> 
 
 def _compare(vi: np.ndarray, mcmc: np.ndarray) -> np.ndarray:
     """Return three statistics, (3, ...)."""
-    from scipy.stats import wasserstein_distance  # half a second to import
+    from scipy.stats import wasserstein_distance  # takes half a second to import
 
     unit = mcmc.std(0)
-    with np.errstate(divide="ignore", invalid="ignore"):  # a site MCMC does not move
+    # for a site that MCMC does not move
+    with np.errstate(divide="ignore", invalid="ignore"):
         difference, ratio = (vi.mean(0) - mcmc.mean(0)) / unit, vi.std(0) / unit
         columns = (x.reshape(len(x), -1).T for x in (vi, mcmc))
         distances = [wasserstein_distance(*c) for c in zip(*columns, strict=True)]
@@ -194,7 +195,7 @@ def _overlaps(
         if not isinstance(vi, Posterior):
             latents = _latents(draws, trace, "variational")
             q = _Predictive(predicted, latents)
-        elif site in vi.observed:  # else a hyperparameter that a handler holds
+        elif site in vi.observed:  # otherwise a hyperparameter that a handler fixes
             q = vi.predict_y(*arguments.merge()[0], site=site)
         if q is not None:
             overlap = _overlap(p, q, _all_values(distribution))
@@ -251,7 +252,7 @@ class _Predictive:
         return self.site.samples(self.site.arguments.arrays, keys, some)
 
     def log_prob(self, values: Array) -> Array:
-        # Residuals of a sparse process that draws do not contain are drawn here.
+        # Residuals of a sparse process are drawn here if the draws do not contain them.
         keys = random.split(random.key(0), self.num)
         arrays = self.site.arguments.arrays
         return self.site.log_probs(arrays, keys, self.draws, values)
@@ -279,7 +280,7 @@ def _all_values(distribution: Any) -> Array | None:
     else:
         try:
             values = distribution.enumerate_support(expand=False)
-        except NotImplementedError:  # a Binomial of different total counts
+        except NotImplementedError:  # a Binomial with several total counts
             return None
     return jnp.broadcast_to(values, (len(values), *distribution.batch_shape))
 

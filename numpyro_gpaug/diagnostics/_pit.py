@@ -12,7 +12,7 @@ from numpyro.distributions import Distribution
 
 from numpyro_gpaug.likelihoods.expectations import base_distribution
 
-# Ranks among this many draws stand in for a cdf.
+# The number of draws whose ranks replace a cdf.
 _NUM_DRAWS = 1000
 
 
@@ -96,7 +96,7 @@ def _steps(distribution: Distribution, y: Array) -> tuple[Array, Array]:
         mass = jnp.exp(distribution.log_prob(jnp.full_like(y, k)))
         return below + jnp.where(k < y, mass, 0)
 
-    # Of integers: a label may be boolean.
+    # As integers, because labels may be boolean.
     y = y.astype(int)
     equal = jnp.exp(distribution.log_prob(y))
     return lax.fori_loop(0, y.max(), add, jnp.zeros_like(equal)), equal

@@ -18,7 +18,7 @@ from numpyro_gpaug.math.compiling import jit
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.structure import Trace
 
-# Draws from the prior, at most: a picture of it needs no more.
+# The largest number of draws from the prior, enough for a picture.
 MOST_DRAWS = 1000
 
 

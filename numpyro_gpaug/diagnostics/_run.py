@@ -66,7 +66,7 @@ def _drawable(fn: Distribution) -> Distribution:
         ours.total_count = jnp.asarray(x.total_count).astype(int)
         return ours
 
-    # Others as they are: a class of a user's need not be a pytree of all it holds.
+    # Other distributions are unchanged: a user's class need not be a complete pytree.
     if not any(map(binomial, jax.tree.leaves(fn, is_leaf=binomial))):
         return fn
     return jax.tree.map(lambda x: whole(x) if binomial(x) else x, fn, is_leaf=binomial)

@@ -122,7 +122,7 @@ def _check_probabilities(
             "and (N,), not empty"
         )
     slack = 1e-5  # rounding in float32
-    if not ((p >= -slack) & (p <= 1 + slack)).all():  # false for NaN
+    if not ((p >= -slack) & (p <= 1 + slack)).all():  # also false for NaN
         raise ValueError(
             f"probs of shape {p.shape} must lie in [0, 1]; they run from {p.min()} to "
             f"{p.max()}"

@@ -125,7 +125,7 @@ def to_datatree(
         raise TypeError("pass a guide and its params, or a NestedVI after its run")
     _check(guide, params, num_samples)
     arguments = Arguments.split(args, kwargs)
-    # What changes as the model runs is its own doing.
+    # Changes that the model itself makes do not count.
     with watched(model).running():
         programs = programs_for(model, guide, arguments, args, kwargs)
         guide_key, model_key, prior_key = random.split(key, 3)

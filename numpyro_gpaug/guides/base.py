@@ -41,7 +41,7 @@ from numpyro_gpaug.model.structure import (
 )
 from numpyro_gpaug.model.view import ModelView
 
-# The random key of first values: the second half of a split of zeros.
+# The random key of first values: the second half of a split of the zero key.
 STARTS = 928981903, 3453687069
 
 
@@ -55,8 +55,8 @@ class ProcessGuide(Displayed):
     """
 
     function_posterior: FunctionPosterior
-    #: The class of its views of the model, which have its Gaussian latents, their
-    #: affine maps to predictors, and the likelihoods.
+    #: The class of this guide's views of the model. A view has the Gaussian latents,
+    #: their affine maps to predictors, and the likelihoods.
     view: ClassVar[Any] = ModelView
 
     def __init__(self, model: Callable[..., Any], other: Callable[..., Any]) -> None:
@@ -64,7 +64,8 @@ class ProcessGuide(Displayed):
         self.model = model
         self._other_class = other
         self._watch = watched(model)
-        # How often it was set up anew because arguments choose another model.
+        # The number of times the guide was set up anew because arguments chose another
+        # model.
         self.generation = 0
         self._forget(None)
 
@@ -81,13 +82,13 @@ class ProcessGuide(Displayed):
         self._sizes: dict[Any, Structure] = {}
         self._checked = False
         self._checks: dict[Any, Any] = {}
-        # Shapes of arguments at which starts of other latents are as known; whether
-        # their supports depend on the values of arguments.
+        # Shapes of arguments for which the initial values of other latents are known,
+        # and whether their supports depend on the values of arguments.
         self._alike: set[Any] = set()
-        # Programs of starts and supports, by shapes of arguments.
+        # Programs that compute initial values and supports, by shapes of arguments.
         self._others: dict[Any, Callable[..., Any]] = {}
         self._supports_move = False
-        # Compiled prediction, by model: the same for all params.
+        # Compiled predictions by model, which serve all params.
         self.predictors: dict[Any, Any] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
@@ -181,7 +182,7 @@ class ProcessGuide(Displayed):
             self._choices = arguments.choices
             self._sizes = {arguments.shapes: self._structure}
             if self._structure.others:
-                args, kwargs = arguments.merge()  # arrays of JAX's
+                args, kwargs = arguments.merge()  # NumPy arrays become JAX arrays
                 self._other = self._build_other()
                 self._other_constraints = self._constraints_of_other(args, kwargs)
                 self._note_others(arguments)
@@ -299,7 +300,7 @@ class ProcessGuide(Displayed):
         if structure.observed and not self._checked:
             self._checked = True
             arguments = Arguments.split(args, kwargs)
-            # NumPyro's Predictive leaves them out.
+            # NumPyro's Predictive passes no observations.
             check_observations(self.model, structure, arguments, needed=False)
 
     def read(self, model: Callable[..., Any], *args: Any, **kwargs: Any) -> Structure:
@@ -315,8 +316,8 @@ class ProcessGuide(Displayed):
         return self.read(self.model, *args, **kwargs)
 
     def _build_other(self) -> AutoGuide:
-        # An autoguide compiles the model it is given, and its gradient, and needs
-        # nothing of it but its own latents.
+        # An autoguide compiles its model and the gradient, and needs only its own
+        # latents.
         structure = self.structure
         fixed = handlers.block(
             without_gaussians(self.model, structure),
@@ -407,8 +408,6 @@ class ProcessGuide(Displayed):
         """
         return False
 
-    # What is what.
-
     def _display(self) -> tuple[str, Rows]:
         if self._structure is None:
             name = type(self).__name__
@@ -440,7 +439,7 @@ class ConjugateGuide(ProcessGuide):
     :param other: class of the autoguide for all other latents.
     """
 
-    #: The families, with the posterior of function values under each.
+    #: The forms of covariances, with the posterior of function values for each.
     covariances: ClassVar[dict[str, Callable[[], Any]]]
 
     def __init__(

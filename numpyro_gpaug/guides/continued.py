@@ -30,7 +30,8 @@ class _ContinuedView(ModelView):
     ) -> dict[str, AffineMap | AffineBlocks]:
         found: dict[str, AffineMap] = {}
         for block in self.structure.processes:
-            # Batches of a stream are small: not in blocks of rows.
+            # Batches of a stream are small, so they are not divided into blocks of
+            # rows.
             found[block.name] = self.conditional(block).affine_map
         found |= self.weight_maps()
         chosen, earlier = self.selected(), self._earlier

@@ -131,8 +131,8 @@ class AutoFunctionSpaceGP(ProcessGuide):
         measure = self.function_posterior.measure(conditional, Fit(params, {}), block)
         f = _draw(conditional, measure)
         if numpyro.get_mask() is False:
-            # Prediction fills in only the model's sample sites, of which the inducing
-            # vector is one; no vector gives these function values.
+            # Predictive substitutes only sample sites of the model, such as the
+            # inducing vector. No inducing vector gives these function values.
             numpyro.deterministic(block.site, FunctionDraw(f))
         values[block.name] = numpyro.deterministic(block.name, f)
         return values

@@ -40,9 +40,10 @@ from numpyro_gpaug.model.whitened import whitened
 _DENSE = f"{JOINT}_auto_loc", f"{JOINT}_auto_tril"
 _PREFIX = f"{JOINT}_auto_"
 _BASIS = f"{_PREFIX}basis"
-# Latents that are turned at most: their basis is part of every program.
+# The largest number of latents in a rotated basis, because the basis is part of every
+# program.
 MOST_TURNED = 256
-# Standard deviations that gradients start from, as in NumPyro's autoguides.
+# The initial standard deviation for gradients, as in NumPyro's autoguides.
 START = 0.1
 
 
@@ -176,15 +177,14 @@ class AutoLatentGaussian(ConjugateGuide):
 
         def seen(arrays: tuple[Array, ...]) -> Codes:
             here = arguments._replace(arrays=arrays)
-            # As it is: a batch that is passed in is shorter than its plate.
+            # Without padding, because a batch that is passed in is shorter than its
+            # plate.
             return self.seen(JointView(structure, self.model, here, {}, any_key()))
 
         return few(seen)
 
     def seen(self, view: Any) -> Codes:
         return Codes.of(view)
-
-    # Natural parameters.
 
     def initial_natural(self, given: dict[str, Any]) -> dict[str, Any]:
         """Return the given natural parameters, filled up with those of the prior;
@@ -241,7 +241,7 @@ class AutoLatentGaussian(ConjugateGuide):
     def split_params(
         self, params: dict[str, Any]
     ) -> tuple[dict[str, Any], dict[str, dict[str, Array]]]:
-        # The data of the fit may have given the precision another form.
+        # In the fit, the precision may have had another form.
         natural = {_BASIS}.union(*map(_names, STRUCTURES.values()))
         names = natural if self.conjugate else _DENSE
         own = {k: x for k, x in params.items() if k in names}
@@ -287,8 +287,6 @@ class AutoLatentGaussian(ConjugateGuide):
         self._sizes, self._checks = {}, {}
         return True
 
-    # Draws.
-
     @precise
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
         """Draw every latent.
@@ -303,7 +301,7 @@ class AutoLatentGaussian(ConjugateGuide):
         flat = numpyro.sample(f"_{JOINT}", self._gaussian(), infer=auxiliary)
         links = self.view(structure, self.model, arguments, values, random.key(0)).links
         if structure.basis is not None:
-            # Of params from before it was turned there is none.
+            # Params from before the rotation have none.
             eye = jnp.eye(structure.size, dtype=structure.dtype)
             flat = numpyro.param(_BASIS, eye) @ flat
             structure = structure.unturned
@@ -314,8 +312,8 @@ class AutoLatentGaussian(ConjugateGuide):
             trace = handlers.trace(handlers.seed(filled, 0)).get_trace(*args, **kwargs)
         for site in structure.sites:
             value, fn = trace[site.name]["value"], trace[site.name]["fn"]
-            # The density of values is that of the numbers they are made of, times what
-            # the prior's is of theirs.
+            # The density of the values is the density of the underlying standard normal
+            # variables, multiplied by the ratio of both prior densities.
             ratio = fn.log_prob(value).sum()
             if site.name in structure.fields:
                 own = field(fn)
@@ -343,8 +341,6 @@ class AutoLatentGaussian(ConjugateGuide):
         ]
         natural = jax.tree.unflatten(treedef, [x[None] for x in params])
         return StructuredGaussian(natural)
-
-    # What is what.
 
     def _title(self) -> str:
         structure = self.structure

@@ -98,7 +98,7 @@ class AutoSparseGP(ConjugateGuide):
         arguments = Arguments.split(args, kwargs)
         if self._other_class is AutoDelta:
             warn_of_points(self.model, structure, args, kwargs)
-        # Programs that compute the starts, by shapes of arguments.
+        # Programs that compute initial values, by shapes of arguments.
         self._scales: dict[Any, Callable[..., Any]] = {}
         self._start_at(structure, arguments)
         return structure

@@ -47,7 +47,7 @@ class _TrackedView(ModelView):
             gp = copy.copy(f.gp)
             gp.inducing = lax.stop_gradient(gp.inducing)
             found[block.name] = Conditional(gp, f.X, f.latents)
-            # Of params perhaps, which only a run of the model fills in.
+            # They may depend on params, which only a run of the model substitutes.
             found[block.name].mean = f.mean
         return found
 

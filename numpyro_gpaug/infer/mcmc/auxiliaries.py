@@ -84,7 +84,7 @@ def _augmented(
     d = base_distribution(fn)
     augmentation = augmentation_of(d)
     y = feasible(fn, message["value"])
-    # Every datum has auxiliaries of its own, even where several share a latent.
+    # Each datum has its own auxiliaries, even if several data share a latent.
     trailing = 0 if augmentation.latent_axis is None else 1
     given = {k: jnp.asarray(getattr(d, k)) for k in augmentation.latents}
     f: Parameters = {

@@ -116,8 +116,6 @@ class CollapsedGaussian(AugmentedGaussian):
     def get_diagnostics_str(self, state: CollapsedState) -> str:
         return self._inner.get_diagnostics_str(state.inner)
 
-    # What is checked.
-
     def _refuse(self, view: JointView) -> None:
         if not self.structure.others:
             raise NotConjugateError(
@@ -170,8 +168,6 @@ class CollapsedGaussian(AugmentedGaussian):
         functions = self.structure.functions
         flat = {k: jnp.zeros(f.shape, f.dtype) for k, f in functions.items()}
         return self.structure.zeros | flat
-
-    # States.
 
     def _warm_up(self, num_warmup: int) -> None:
         self._num_warmup = num_warmup
@@ -257,8 +253,6 @@ class CollapsedGaussian(AugmentedGaussian):
         aux = {site: each for own, _ in drawn for site, each in own.items()}
         return aux, tuple(factors for _, factors in drawn)
 
-    # The density of the hyperparameters.
-
     def _collapsed(self, *args: Any, **kwargs: Any) -> None:
         """Return the model of the hyperparameters given auxiliaries: their priors,
         everything else that depends on them, and the evidence of the latents' Gaussian
@@ -266,8 +260,8 @@ class CollapsedGaussian(AugmentedGaussian):
         factors: tuple[GaussianFactors, ...] = kwargs.pop(FACTORS_KWARG)
         structure = self.structure
         flat = handlers.substitute(flat_functions(self._model), data=structure.zeros)
-        # Not expose=: whoever fills in the hyperparameters adds factors of its own (the
-        # Jacobians of their transforms), inside.
+        # Without expose=, because whoever substitutes the hyperparameters adds factors
+        # inside (Jacobians of their transforms).
         with handlers.block(hide=self._hidden):
             seeded = handlers.seed(flat, random.key(0))
             trace = handlers.trace(seeded).get_trace(*args, **kwargs)

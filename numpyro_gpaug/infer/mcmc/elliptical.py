@@ -31,7 +31,7 @@ from numpyro_gpaug.model.latents import GaussianSite, Structure
 from numpyro_gpaug.model.structure import Block, flat_functions, run_model
 from numpyro_gpaug.model.view import ModelView
 
-# The gain in nats below which closed-form updates stop.
+# The increase in nats below which closed-form updates stop.
 LEAST_GAIN = 1e-3
 
 
@@ -142,15 +142,13 @@ class EllipticalSlice(Slices):
         self._fit: dict[str, Moments] | None = None
         self._fitted: dict[str, Block] = {}
         self._params: dict[str, Any] = {}
-        # Blocks with a Gaussian each; None for one Gaussian on all latents.
+        # Blocks with one Gaussian each; None if one Gaussian covers all latents.
         self._blocks: Structure | None = None
         if guide is not None and params is not None:
             _refuse_guide(guide)
             self._params, own = guide.split_params(params)
             self._fit = guide.moments(own)
             self._fitted = {b.site: b for b in guide.structure.blocks}
-
-    # Which Gaussians.
 
     def _read(self, arguments: Arguments) -> Structure:
         args, kwargs = arguments.merge()
@@ -223,7 +221,7 @@ class EllipticalSlice(Slices):
         for site in self.structure.sites:
             fitted = self._fitted.get(site.name)
             if fitted is None and self._blocks is None:
-                continue  # the joint Gaussian has more sites
+                continue  # the joint Gaussian has further sites
             if fitted is None or fitted.shape != site.value_shape:
                 found = "is not part of it" if fitted is None else f"has {fitted.shape}"
                 raise ValueError(
@@ -249,8 +247,6 @@ class EllipticalSlice(Slices):
                         f"param {name!r} is {now} in the model, but {fitted} in the "
                         "fit. Sample handlers.substitute(model, data=params)"
                     )
-
-    # The Gaussians.
 
     def _gaussians(
         self, view: JointView
@@ -288,7 +284,7 @@ class EllipticalSlice(Slices):
         for block in blocks.blocks:
             loc, scale = of_blocks.priors()[block.name]
             mean, whitener = (jnp.asarray(x, block.dtype) for x in found[block.name])
-            # Of the standard normal numbers behind the values.
+            # In units of the standard normal variables behind the values.
             whitener = whitener / scale[..., None, :]
             moments.append(Moments((mean - loc) / scale, whitener))
             scales.append(jnp.asarray(of_blocks.block_scale(block), block.dtype))

@@ -54,7 +54,7 @@ class GaussianKernel(MCMCKernel):
         self._structure: Structure | None = None
         self._parts: tuple[Part, ...] = ()
         self._composite: Gibbs | None = None
-        # MCMC asks for it to know whether there was an init.
+        # MCMC reads it to find out whether the kernel is initialised.
         self._sample_fn: Callable[..., Any] | None = None
 
     @property
@@ -71,8 +71,6 @@ class GaussianKernel(MCMCKernel):
         if self._structure is None:
             raise RuntimeError("init must be called first")
         return self._structure
-
-    # What a sampler defines.
 
     @abstractmethod
     def _read(self, arguments: Arguments) -> Structure:
@@ -96,8 +94,6 @@ class GaussianKernel(MCMCKernel):
     def _renewed(self, state: Any, arguments: Arguments) -> Any:
         """Return the state after recomputing everything that depends on other sites."""
 
-    # The interface of a kernel.
-
     def init(
         self,
         rng_key: Array,
@@ -110,13 +106,14 @@ class GaussianKernel(MCMCKernel):
         self._composite = None
         self._structure = self._inspected(model_args, model_kwargs or {})
         if self.structure.others and not self._takes_others:
-            # NumPyro says which of them NUTS does not take.
+            # NumPyro's error names the sites that NUTS cannot sample.
             own = [site.name for site in self.structure.sites]
             self._composite = Gibbs([(self, own), (NUTS(self.model), None)])
             self._sample_fn = self._composite.sample
             return self._composite.init(*given)
         with self._watch.running() as version:
-            # MCMC compiles for the structure of states: anew for another version.
+            # MCMC compiles for a tree structure of states, so another version compiles
+            # anew.
             return self._begun(*given)._replace(version=version)
 
     @precise
@@ -133,7 +130,7 @@ class GaussianKernel(MCMCKernel):
         self._check(arguments)
         self._warm_up(num_warmup)
 
-        # In one compilation: run one by one, the operations take many times as long.
+        # In one program, because single operations take many times as long.
         @jax.jit
         def start(keys: Array, values: Values, arrays: tuple[Array, ...]) -> Any:
             given = arguments._replace(arrays=arrays)
@@ -192,8 +189,6 @@ class GaussianKernel(MCMCKernel):
             return super().get_diagnostics_str(state)
         return self._composite.get_diagnostics_str(state)
 
-    # Checks.
-
     @property
     def _name(self) -> str:
         return type(self).__name__
@@ -242,8 +237,6 @@ class GaussianKernel(MCMCKernel):
                     f"the first draw of {name!r} is not finite. Is the prior very "
                     "wide, or are columns very large? Standardise them"
                 )
-
-    # Helpers.
 
     def _step(self, state: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._next(state, Arguments.split(args, kwargs))
@@ -307,7 +300,7 @@ class GaussianKernel(MCMCKernel):
         """Return the numbers behind values of all sites: standard normal, except the
         coordinates of fields."""
         names = tuple(s.name for s in self.structure.sites)
-        # Any function values will do.
+        # The function values do not matter here.
         functions = self.structure.functions.items()
         flat = {k: jnp.zeros(f.shape, f.dtype) for k, f in functions}
         trace = self._run(arguments, self._given(values) | flat)

@@ -133,8 +133,6 @@ class AugmentedGaussian(GaussianKernel):
     Automated augmented conjugate inference for non-conjugate Gaussian process models.
     """
 
-    # What is checked.
-
     def _read(self, arguments: Arguments) -> Structure:
         return read_joint(self._model, SAMPLE, arguments)
 
@@ -145,8 +143,8 @@ class AugmentedGaussian(GaussianKernel):
             view = self._view(arguments._replace(arrays=arrays), {})
             self._refuse(view)
             parts = parts_of(self.structure, view.independent)
-            # Those without auxiliaries are drawn first. The auxiliaries in a sample are
-            # then those given which its latents were drawn.
+            # Parts without auxiliaries are drawn first. The auxiliaries in a sample are
+            # then the ones given which its latents were drawn.
             found[:] = sorted(parts, key=lambda part: any(self._augments(part, view)))
 
         jax.eval_shape(abstract, arguments.arrays)
@@ -184,8 +182,6 @@ class AugmentedGaussian(GaussianKernel):
             for name in site.latents:
                 yield needs_auxiliaries(view.message(site.name), name)
 
-    # A sampler.
-
     def _first(self, key: Array, values: Values, arguments: Arguments) -> Any:
         key, prior_key = random.split(key)
         numbers = self._start(prior_key, values, {}, arguments)
@@ -196,7 +192,7 @@ class AugmentedGaussian(GaussianKernel):
             pairs = [self._drawn(key, part, z, arguments) for part in self._parts]
             return {site: aux for own, _ in pairs for site, aux in own.items()}
 
-        # Zeros in place of auxiliaries that no sweep has drawn yet.
+        # Zeros, until a sweep draws auxiliaries.
         shapes = jax.eval_shape(drawn)
         aux = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
         return AugmentedState(z, aux, latents, geometry, key)
@@ -210,8 +206,8 @@ class AugmentedGaussian(GaussianKernel):
     def _next(self, state: Any, arguments: Arguments) -> Any:
         key, *keys = random.split(state.rng_key, 1 + len(self._parts))
         z, aux, latents = state.z, dict(state.aux), list(state.latents)
-        # Auxiliaries are drawn again for each part, so that a sweep is a sequence of
-        # moves each of which leaves the posterior of the latents as it is.
+        # Auxiliaries are drawn again for each part, so that each move of a sweep leaves
+        # the posterior of the latents invariant.
         for i, (part, part_key) in enumerate(zip(self._parts, keys, strict=True)):
             aux_key, draw_key = random.split(part_key)
             drawn, factors = self._drawn(aux_key, part, z, arguments)

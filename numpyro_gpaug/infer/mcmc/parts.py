@@ -62,11 +62,10 @@ class Part(NamedTuple):
         :param arguments: its arguments.
         :param values: values of hyperparameters.
         """
-        # The key is fixed: a param that starts at random must not move.
+        # The key is fixed, because the initial value of a param may be random and must
+        # not change.
         key = random.key(0)
         return JointView(self.structure, model, arguments, values, key, projected=True)
-
-    # Latents and numbers by site.
 
     def numbers(self, z: Array, geometry: Geometry) -> Values:
         """Return numbers by site."""
@@ -83,8 +82,6 @@ class Part(NamedTuple):
             return numbers[site.name].reshape(-1, site.shape[-1])
         white = self.structure.joined(numbers).astype(self.structure.dtype)
         return self.structure.linked(white, geometry.links)[None]
-
-    # The Gaussian given factors.
 
     def geometry(self, view: JointView) -> Geometry:
         """Return the quantities that depend on hyperparameters alone."""
@@ -124,7 +121,7 @@ class Part(NamedTuple):
         map_, factors, _ = self._on_map(factors, geometry, predictors)
         if isinstance(map_, AffineMap):
             return map_.draw(key, z, factors)
-        # The information about deviations from where the latents are.
+        # The information about differences from the current latents.
         said = map_.information(factors, map_(z)).moved(z)
         q = jax.tree.map(jnp.add, geometry.prior.natural, said).moments()
         noise = random.normal(key, (len(z), q.rank), z.dtype)
@@ -143,7 +140,7 @@ class Part(NamedTuple):
         h, w = factors
         fixed += (h * map_.offset - 0.5 * w * jnp.square(map_.offset)).sum()
         prior = geometry.prior
-        # Its mean is zero.
+        # The prior has mean zero.
         natural = jax.tree.map(jnp.add, prior.natural, map_.information(factors))
         q = natural.moments()
         gain = prior.log_det + q.log_det.sum() + (natural.potential * q.mean).sum()
@@ -158,7 +155,7 @@ class Part(NamedTuple):
             none = jnp.zeros((), factors.potential.dtype)
             return geometry.map, jax.tree.map(lambda x: x[None], factors), none
         map_, outputs = geometry.processes[self.process]
-        # Every predictor is affine in one value.
+        # Each predictor is affine in one function value.
         zeros = jnp.zeros_like(map_.offset)
         offset, push = jax.linearize(lambda f: predictors(outputs.shifts(f)), zeros)
         pull = jax.linear_transpose(push, zeros)

@@ -43,9 +43,9 @@ def angle_in_slice(
     :param log_ratio: the log-ratio at angle 0, the current state.
     :param evaluate: returns the log-ratio at an angle.
     """
-    # The bracket is the whole ellipse, cut at random: where the first try falls on it
-    # is uniform too. All uniforms at once: within the loop each would cost more than
-    # an evaluation.
+    # The bracket is the whole ellipse, cut at a random angle, so the first proposal is
+    # uniform on it. All uniform numbers are drawn at once, because in the loop each
+    # would take longer than an evaluation.
     uniform = random.uniform(key, (MAX_SHRINKS + 2,), log_ratio.dtype)
     height = log_ratio + jnp.log1p(-uniform[0])
     low = -2 * np.pi * uniform[1]
@@ -62,7 +62,8 @@ def angle_in_slice(
         return _Bracket(angle, low, high, evaluate(angle), at.evaluations + 1)
 
     last = lax.while_loop(outside, shrink, first)
-    # Where even the smallest of moves seems to leave the slice, rounding decides: stay.
+    # If even the smallest move leaves the slice, the cause is rounding, and the state
+    # stays.
     accepted = last.value >= height
     ratio = jnp.where(accepted, last.value, log_ratio)
     return Found(jnp.where(accepted, last.angle, 0), ratio, last.evaluations)

@@ -19,7 +19,7 @@ from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.closures import Version
 from numpyro_gpaug.model.joint import JointView, function_values
 
-# The scale of a Gaussian is learnt as if this many draws had confirmed that it is 1.
+# The scale of a Gaussian is learnt as if this many draws had confirmed a scale of 1.
 PRIOR_DRAWS = 10
 
 Parted = tuple[Array, ...]
@@ -96,8 +96,6 @@ class Slices(GaussianKernel):
     ) -> tuple[tuple[Any, ...], tuple[Geometry, ...], Parted]:
         """Return the Gaussians, the geometry and the scale of the prior of each
         part."""
-
-    # A sampler.
 
     def _refuse_broken(self, state: Any, arguments: Arguments) -> None:
         super()._refuse_broken(state, arguments)
@@ -186,8 +184,6 @@ class Slices(GaussianKernel):
         if self._composite is not None:
             return super().get_diagnostics_str(state)
         return f"{state.evaluations} evaluations"
-
-    # Ellipses.
 
     def _ellipses(self, view: JointView) -> Ellipses:
         moments, geometry, scales = self._gaussians(view)
