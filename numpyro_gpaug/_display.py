@@ -14,7 +14,7 @@ import numpy as np
 
 Rows = Sequence[tuple[str, ...]]
 
-# Numbers of an array that are written out; of more, the shape is.
+# Arrays of at most this many values are written out; of larger ones, only the shape.
 _SHOWN = 6
 
 
@@ -115,7 +115,7 @@ def brief(value: Any) -> str:
     if isinstance(value, float | int):
         return f"{value:.4g}"
     if isinstance(value, np.ndarray | np.generic | jax.Array):
-        # A random key is an array, but of no numbers.
+        # A random key is an array without numbers.
         numeric = jnp.issubdtype(value.dtype, jnp.number)
         if value.ndim > 1 or value.size > _SHOWN or not numeric:
             return f"array {value.shape}"

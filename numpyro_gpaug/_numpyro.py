@@ -36,9 +36,9 @@ def one_thread(function: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(function)
     def locked(*args: P.args, **kwargs: P.kwargs) -> T:
-        # Before the lock, which a thread that was not copied may hold.
+        # Before the lock, which a thread of the parent process may hold.
         refuse_forked()
-        # As precise of numpyro_gpaug.math.linalg.
+        # The same precision as in numpyro_gpaug.math.linalg.
         with _RUNS, jax.default_matmul_precision("highest"):
             return function(*args, **kwargs)
 
@@ -79,7 +79,8 @@ def current_residual_policy() -> str:
         if isinstance(handler, residual_policy):
             return handler.policy
     for handler in _PYRO_STACK:
-        # Not numpyro.get_mask(), which a mask inside the model hides it from.
+        # Not numpyro.get_mask(), which cannot see this handler if the model has a mask
+        # inside.
         masked_out = isinstance(handler, mask) and handler.mask is False
         if masked_out or isinstance(handler, replay):
             return "noise"
@@ -184,7 +185,7 @@ class PointGuide(AutoDelta):
         call: Callable[..., Any],
     ) -> None:
         self._key, self._start, self._call = key, start, call
-        # Whether starts are other ones for other arguments.
+        # Whether initial values depend on the arguments.
         self.moves = False
         super().__init__(model)
 
@@ -240,7 +241,7 @@ class PointGuide(AutoDelta):
         """Return the model with latents at their first values."""
         seeded = seed(self.model, key)
         started = substitute(seeded, substitute_fn=self._start(key))
-        # Checks of known parameters would be a program for each operation.
+        # Checks of known parameters would compile a program for each operation.
         with block(), numpyro.validation_enabled(is_validate=False):
             return handlers_trace(started).get_trace(*args, **kwargs)
 

@@ -42,7 +42,7 @@ class Classes(Distribution):
     def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
         assert is_prng_key(key)
         log_probs = self.log_probs
-        # Not batch_shape: under vmap over a distribution that still has the old axes.
+        # Not batch_shape, which still has the old axes under vmap over a distribution.
         shape = (*sample_shape, *log_probs.shape[:-1])
         return random.categorical(key, log_probs, shape=shape)
 

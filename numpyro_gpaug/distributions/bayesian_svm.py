@@ -89,7 +89,7 @@ class BayesianSVM(dist.Distribution):
         """
         assert is_prng_key(key)
         probs = self.probs
-        # Not batch_shape: under vmap over a distribution that still has the old axes.
+        # Not batch_shape, which still has the old axes under vmap over a distribution.
         draws = random.bernoulli(key, probs, (*sample_shape, *probs.shape))
         return draws.astype(jnp.result_type(int))
 
@@ -174,7 +174,7 @@ def expected_ratio(mean: Array, variance: Array) -> Array:
         a, b = (jnp.clip((x - mean) / scale, -9, 9) for x in (low, high))
         half = 0.5 * (b - a)
         z = a + half * (1 + nodes)
-        # A rounded z must not leave its piece.
+        # A rounded z must stay in its piece.
         f = jnp.clip(mean + scale * z, low, high)
         values = density(z) * jax.nn.sigmoid(_log_odds(f))
         total = total + half * (weights * values).sum(0)

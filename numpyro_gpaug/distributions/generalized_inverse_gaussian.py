@@ -40,12 +40,13 @@ class _Shape(NamedTuple):
     big: Array
     log_q: Array
     root: Array
-    scale: Array  # root, or its inverse where flip
+    scale: Array  # root, or its inverse if flip is true
 
 
 @jax.custom_jvp
 def _log_mean(a: Array, b: Array, omega: Array) -> Array:
-    # The log of omega, the geometric mean, but its slopes do not divide by omega.
+    # The log of omega is the log of the geometric mean, but its slopes do not divide by
+    # omega.
     return jnp.log(omega)
 
 
@@ -89,7 +90,7 @@ def _log_ratio(x: Array, shape: _Shape) -> Array:
 def _place(u: Array, sign: Array, root: Array, log_weight: ArrayLike = 0.0) -> Array:
     """Return the mode ``root**-2`` to the power of ``sign``, times ``exp(sign u)`` and
     the weight."""
-    # The square of a product: a factor may leave the range of the dtype.
+    # The square of a product, because a factor may leave the range of the dtype.
     half = jnp.exp((sign * u + log_weight) / 2)
     return jnp.square(half * jnp.where(sign < 0, root, 1 / root))
 
@@ -176,7 +177,7 @@ def _draw_half(
 @jax.jit
 def _mode(p: Array, a: Array, b: Array) -> Array:
     size = jnp.hypot(p - 1, jnp.sqrt(a) * jnp.sqrt(b))
-    # Of the two roots of the quadratic, the form that takes no difference.
+    # This form of the root of the quadratic takes no difference.
     total = size + jnp.abs(p - 1)
     return jnp.where(p < 1, b / total, total / a)
 
@@ -184,7 +185,7 @@ def _mode(p: Array, a: Array, b: Array) -> Array:
 @jax.jit
 def _divergence(q: tuple[Array, ...], r: tuple[Array, ...]) -> Array:
     shape_q, shape_r = _shape(*q), _shape(*r)
-    # In terms of x the two logs may run in opposite directions.
+    # As functions of x, the two logs may have opposite signs.
     sign_r = _sign(shape_r)
     sign = sign_r * _sign(shape_q)
     shift = sign_r * (_log_mode(shape_q) - _log_mode(shape_r))
@@ -271,7 +272,7 @@ class GeneralizedInverseGaussian(Elementwise):
         """
         assert is_prng_key(key)
         p, a, b = jax.lax.stop_gradient(self._arrays())
-        # Not batch_shape: under vmap over a distribution that still has the old axes.
+        # Not batch_shape, which still has the old axes under vmap over a distribution.
         shape = tuple(sample_shape) + p.shape
         draw = _draw_half if self._is_inverse_gaussian() else _draw
         return draw(key, p, a, b, shape=shape)

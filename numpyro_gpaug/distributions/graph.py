@@ -55,7 +55,7 @@ class Graph:
         matrix = sparse.coo_array(edges, shape=(self.size,) * 2)
         count, labels = connected_components(matrix, directed=False)
         sizes = np.bincount(labels, minlength=count)
-        # Components with edges first, and one label for all islands.
+        # Components with edges come first; all islands share one label.
         connected = np.flatnonzero(sizes > 1)
         renamed = np.full(count, len(connected))
         renamed[connected] = np.arange(len(connected))
@@ -117,7 +117,7 @@ class Graph:
         diagonal[last] *= 2
         grounded = _symmetric(self, self.weights, diagonal)
         variances, log_det, sums = _inverted(grounded)
-        # The generalised inverse centres: V_ii - 2 mean_j V_ij + mean_jk V_jk.
+        # The generalised inverse is centred: V_ii - 2 mean_j V_ij + mean_jk V_jk.
         totals = np.bincount(labels, sums, len(sizes) + 1)[:-1]
         centre = np.append(1 / sizes, 0)[labels]
         mean = np.append(totals / sizes**2, 0)[labels]
@@ -245,13 +245,14 @@ def _inverted(matrix: Any) -> tuple[np.ndarray, float, np.ndarray]:
     decomposition = splu(
         matrix, "MMD_AT_PLUS_A", diag_pivot_thresh=0, options={"SymmetricMode": True}
     )
-    # No entry of the factor cancels: entries off the diagonal stay negative. Those that
-    # are zero are padding.
+    # No entry of the factor cancels, because entries off the diagonal stay negative.
+    # Zero entries are padding.
     lower = sparse.csc_array(decomposition.L)
     lower.eliminate_zeros()
     lower.sort_indices()
     pivots = decomposition.U.diagonal()
-    # Many small products, for which threads of BLAS would wait.
+    # With one thread, because threads of BLAS would wait for each other in many small
+    # products.
     with threads_for(1):
         diagonal = _inverse_diagonal(lower, pivots)
     sums = decomposition.solve(np.ones(matrix.shape[0]))

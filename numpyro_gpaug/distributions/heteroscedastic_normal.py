@@ -26,7 +26,7 @@ class NormalOfPrecision(Elementwise):
 
     def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
         assert is_prng_key(key)
-        # Not batch_shape: under vmap over a distribution that still has the old axes.
+        # Not batch_shape, which still has the old axes under vmap over a distribution.
         loc = self.mean
         noise = random.normal(key, (*sample_shape, *loc.shape), loc.dtype)
         return loc + jnp.sqrt(self.variance) * noise

@@ -81,7 +81,7 @@ class InverseGaussian(Elementwise):
         """
         assert is_prng_key(key)
         loc, concentration = lax.stop_gradient(self._arrays())
-        # Not batch_shape: under vmap over a distribution that still has the old axes.
+        # Not batch_shape, which still has the old axes under vmap over a distribution.
         shape = tuple(sample_shape) + loc.shape
         return sample_inverse_gaussian(key, loc, concentration, shape=shape)
 
@@ -95,7 +95,8 @@ class InverseGaussian(Elementwise):
         loc, concentration, x = self._arrays(value)
         positive = x > 0
         x = jnp.where(positive, x, 1.0)
-        # Not the square of the gap times a ratio: one may overflow, one underflow.
+        # Not the squared gap times a ratio, because one may overflow and the other
+        # underflow.
         gap = (x - loc) / loc * (jnp.sqrt(concentration) / jnp.sqrt(x))
         log_scale = jnp.log(concentration) - 3 * jnp.log(x) - LOG_2PI
         out = 0.5 * (log_scale - jnp.square(gap))

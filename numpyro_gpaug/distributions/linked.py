@@ -66,7 +66,7 @@ class Linked(Distribution):
     4.3 (2,)
     """
 
-    # What heights have to satisfy depends on the family: valid_parameters().
+    # The constraint on heights depends on the family: see valid_parameters().
     arg_constraints = {"f": constraints.real, "heights": constraints.dependent}
     pytree_data_fields: tuple[str, ...] = ("f", "heights", "family_parameters")
     pytree_aux_fields = ("edges", "family")
@@ -249,7 +249,8 @@ class Linked(Distribution):
 
 
 def _side_by_side(heights: list[Array], batch: tuple[int, ...]) -> Array:
-    # Not concatenated if there is but one: constants stay constants inside a trace.
+    # A single array is not concatenated, so that constants stay constants inside a
+    # trace.
     if len(heights) == 1:
         return heights[0]
     return jnp.concatenate(

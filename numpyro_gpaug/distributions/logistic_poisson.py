@@ -54,7 +54,7 @@ class LogisticPoisson(Elementwise):
 
     def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
         assert is_prng_key(key)
-        # Not batch_shape: under vmap over a distribution that still has the old axes.
+        # Not batch_shape, which still has the old axes under vmap over a distribution.
         return dist.Poisson(self.rate).sample(key, sample_shape)
 
     @validate_sample

@@ -86,9 +86,9 @@ class CountMixture(Elementwise):
         assert is_prng_key(key)
         latent_key, key = random.split(key)
         other, loc, spread, *_ = self._arrays()
-        # Not batch_shape: under vmap over a distribution that still has the old axes.
+        # Not batch_shape, which still has the old axes under vmap over a distribution.
         noise = random.normal(latent_key, (*sample_shape, *loc.shape), loc.dtype)
-        # NumPyro's negative binomial forms exp(-logits), which has to stay finite.
+        # NumPyro's negative binomial computes exp(-logits), which must be finite.
         largest = -0.9 * math.log(jnp.finfo(loc.dtype).tiny)
         logits = jnp.clip(loc + jnp.sqrt(spread) * noise, -largest, largest)
         return self.likelihood(other, logits).sample(key)
@@ -167,7 +167,7 @@ class NormalLaplace(Elementwise):
 
     @validate_sample
     def log_prob(self, value: ArrayLike) -> Array:
-        # In units of the scale: exp(s^2/2 -+ d) Phi(+-d/s - s) / 2, summed.
+        # In units of the scale: the sum of exp(s^2/2 -+ d) Phi(+-d/s - s) / 2.
         distance, square = self._in_units(value)
         right, left = (_log_side(x, square) for x in (distance, -distance))
         return jnp.logaddexp(right, left) - jnp.log(2 * self.scale)
@@ -202,7 +202,7 @@ def _log_side(distance: Array, square: Array) -> Array:
     x = distance / s - s
     far = x < -15
     near = square / 2 - distance + jax.scipy.special.log_ndtr(jnp.where(far, 0.0, x))
-    # Both terms are near x^2 / 2 here; their difference is not.
+    # Both terms are close to x^2 / 2 here, and their difference is not.
     z = jnp.where(far, x, -15.0)
     r = 1 / jnp.square(z)
     series = r * (-1 + r * (3 + r * (-15 + r * (105 - 945 * r))))
@@ -222,7 +222,7 @@ class NodeMixture(dist.MixtureSameFamily):
     :param variance: variance, of the batch shape.
     """
 
-    # Fields, where NumPyro has properties.
+    # Fields, which are properties in NumPyro.
     mean: Array = None  # type: ignore[assignment]
     variance: Array = None  # type: ignore[assignment]
     pytree_data_fields: tuple[str, ...] = ("mean", "variance")
@@ -273,14 +273,14 @@ class CellMixture(NodeMixture):
     def icdf(self, q: ArrayLike) -> Array:
         q = jnp.asarray(q, self.mean.dtype)
         low, high = _around(self, q)
-        # Distribution functions may be NaN off the support.
+        # Distribution functions may be NaN outside of the support.
         least = jnp.where(self.support(-jnp.ones((), q.dtype)), -jnp.inf, 0)
 
         def cdf(y: Array) -> Array:
             at = jnp.floor(y) if self.is_discrete else y
             return jnp.where(at < least, 0, self.cdf(jnp.maximum(at, least)))
 
-        # A count may be a whole number away from its bounds.
+        # For counts, a quantile may lie one below or above the bounds.
         quantile = bisected_icdf(cdf, q, low - 1, high + 1)
         return jnp.round(quantile) if self.is_discrete else quantile
 

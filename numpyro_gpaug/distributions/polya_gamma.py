@@ -142,7 +142,7 @@ class PolyaGamma(Elementwise):
         """
         assert is_prng_key(key)
         b, c = self._arrays()
-        # One shape for many tilts takes fewer operations than a shape for each.
+        # A single shape for many tilts takes fewer operations than one shape for each.
         one = jnp.size(self.b) == 1
         draws = _sample(
             key,
@@ -151,7 +151,7 @@ class PolyaGamma(Elementwise):
             math.prod(sample_shape),
             self._concrete_b(b.shape),
         )
-        # Not batch_shape: under vmap over a distribution that still has the old axes.
+        # Not batch_shape, which still has the old axes under vmap over a distribution.
         return draws.reshape(tuple(sample_shape) + b.shape) / 4
 
     @validate_sample

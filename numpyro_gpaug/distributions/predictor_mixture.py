@@ -72,7 +72,7 @@ class PredictorMixture(Distribution):
         """Return, for binary labels and classes, a distribution of the same kind with
         ``probs``; otherwise the mixture itself."""
         component = self._component
-        # Not of a class derived from these, whose density may be another.
+        # Not for subclasses, whose density may differ.
         if type(component) in _BINARY:
             no, yes = (self.log_prob(jnp.full(self.batch_shape, k)) for k in (0, 1))
             return dist.Bernoulli(logits=yes - no)
@@ -157,11 +157,11 @@ class PredictorMixture(Distribution):
     def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
         node_key, key = random.split(key)
         shape = sample_shape + self.batch_shape
-        # Not categorical, which draws a number for every node.
+        # Not Categorical, which draws a random number for every node.
         chosen = random.choice(node_key, len(self.weights), shape, p=self.weights)
         known = self._event_dims()
         if known is None:
-            # A parameter may be one for several data, which are at different nodes.
+            # Several data at different nodes may share a parameter.
             chosen = chosen.reshape(shape + (1,) * self.event_dim)
             draws = self._each(lambda d: d.sample(key, sample_shape))
             return jnp.take_along_axis(draws, chosen[None], 0)[0]

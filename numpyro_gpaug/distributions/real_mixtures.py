@@ -25,7 +25,7 @@ from numpyro_gpaug.math.quadrature import (
     peaked_nodes,
 )
 
-# At most so many nodes has a scalar, in either precision.
+# The largest number of nodes for a scalar, in either precision.
 _NODES = 112
 
 
@@ -123,7 +123,7 @@ class NormalStudentT(RealMixture):
 
     @property
     def variance(self) -> Array:
-        # As NumPyro's: infinite for df <= 2, none for df <= 1.
+        # As in NumPyro, infinite for df <= 2, and NaN for df <= 1.
         df, _, spread, scale = self._arrays()
         finite = spread + jnp.square(scale) * df / jnp.where(df > 2, df - 2, 1.0)
         return jnp.where(df > 2, finite, jnp.where(df > 1, jnp.inf, jnp.nan))

@@ -225,5 +225,5 @@ def _product(graph: Graph, steps: int) -> _Product:
     i, j, place, kind = (np.concatenate(x) for x in zip(*found, strict=True))
     order = np.lexsort((j, i))
     pattern = Pattern.of(steps * size, i, j)
-    # Of 64 bits they would be of another dtype where JAX has 32.
+    # As 32-bit integers, which JAX keeps by default.
     return _Product(pattern, *(x[order].astype(np.int32) for x in (kind, place)))

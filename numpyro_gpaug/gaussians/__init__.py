@@ -24,7 +24,7 @@ __all__ = [
     "Structure", "natural_from", "unstructured",
 ]  # fmt: skip
 
-# By the name that saved files have.
+# By the name in saved files.
 STRUCTURES: Mapping[str, type[Structure]] = {
     "dense": Dense, "groups": Groups, "chain": Chain, "sparse": Sparse,
     "iterative": Iterative,

@@ -105,7 +105,7 @@ class AffineBlocks:
         :param factors: factors of the predictors.
         :param about: as in :meth:`numpyro_gpaug.gaussians.dense.AffineMap.information`.
         """
-        # Rows that fill the last block have factors of zero.
+        # Rows that fill up the last block have factors of zero.
         given = factors, about
         cut = jax.tree.map(lambda x: cut_rows(x.T, self._size, "constant"), given)
         parts = self._parts, latents_apart(cut, -1)
@@ -155,7 +155,8 @@ def affine_blocks(
     :param size: number of rows of a block.
     """
     cut = tuple(cut_rows(x, size) for x in rows)
-    # What it closes over has to be a leaf, to be differentiated.
+    # Values that the function closes over must be leaves so that they can be
+    # differentiated.
     traced = jax.make_jaxpr(make)(
         tuple(jax.ShapeDtypeStruct(x.shape[2:], x.dtype) for x in cut)
     )

@@ -133,7 +133,7 @@ class ChainMoments(NamedTuple):
         first, second = _by_step(rows, self.layout)
         if second is None:
             return half_of(self.roots, self.cross, self.whitener, rows)
-        # A step is its gain times the next step, and noise of its own.
+        # A step is its gain times the next step, plus independent noise.
         gain = self.gain.reshape(self.inverse.shape)[0, first.group]
         alone, rest = half_of(self.inverse, self.cross, self.whitener, first)
         moved = small.product(gain.mT, first.own[..., None])[..., 0] + second.own
@@ -231,9 +231,9 @@ class ChainMoments(NamedTuple):
         groups, corner = layout.split(places)
         wanted = links.shape[1]
         each, (chains, steps) = self.layout.each, self.gain.shape[1:3]
-        # Of a first block that is not full some are in no site.
+        # The first block of a site may not be full.
         first = groups[::wanted].max(-1)
-        # A chain is known from its first step on, or not at all.
+        # A chain is known from its first step, or completely unknown.
         old, chain = first >= 0, first // each // steps
         parts = _Parts(*(x[0].reshape(chains, steps, *x.shape[2:]) for x in (
             self.layout.split(self.mean)[0],
@@ -297,7 +297,8 @@ def _continued(parts: _Parts, links: Array) -> _Parts:
     """
     last = min(parts.mean.shape[1], links.shape[1]) - 1
     end = jax.tree.map(lambda x: x[:, last:][:, :1], parts)
-    # Steps from the last on are a chain of their own, of which nothing else is known.
+    # Steps after the last known one form a chain of their own, about which nothing else
+    # is known.
     both = links[:, last:]
     links, whitener = split(both.at[:, 0, :, : both.shape[-2]].set(0))
     noise = jnp.broadcast_to(_eye(links), links.shape)
@@ -457,7 +458,7 @@ class ChainPrior:
         if not self.structure.correlated:
             return q._replace(links=links)
         before, own, layout = q.links[..., -1], links[..., -1], q.layout
-        # Information of no data is in no units.
+        # Information without data has no units.
         ratio = jnp.where(before > 0, own / jnp.where(before > 0, before, 1), 1)
         ratio = ratio.reshape(1, layout.groups, layout.each)
         steps, corner = layout.split(q.potential)
@@ -477,8 +478,8 @@ class ChainPrior:
             for x in (steps[..., None], q.inverse, q.roots, q.cross)
         )
         known = jnp.concatenate([mean, cross], -1)
-        # The noise of a step, which is what it is apart from its link: that of the
-        # first is the step itself.
+        # The noise of a step is the part that does not come through its link. The noise
+        # of the first step is the step itself.
         first, lost = jnp.concatenate([roots[:, 0].mT, known[:, 0]], -1), self._lost(q)
         if white is None:
             apart = (known - small.product(links, step_before(known)))[:, 1:]
@@ -678,7 +679,7 @@ def _shifts(rows: Rows, layout: Layout, z: Array) -> Array:
     if second is None:
         return moved
     steps, _ = layout.split(z)
-    # Not a sum of products: see numpyro_gpaug.gp.chain.Weights.
+    # Not a sum of products, for the reason in numpyro_gpaug.gp.chain.Weights.
     dot = linalg.precise(partial(jnp.einsum, "nr,nr->n"))
     return moved + dot(second.own, steps[second.group])
 
@@ -725,7 +726,7 @@ def _correlated(links: Array, whitener: Array, so_far: Array) -> tuple[Array, Ar
     """
     noise, known = noise_of(whitener), small.inverse(so_far)
     next_ = small.inverse(followed(links, step_before(known), noise - _eye(noise)))
-    # After the last step there is none.
+    # The last step has no next step.
     lost = step_after(small.product(noise, next_)).at[:, -1].set(_eye(noise))
     ahead = step_after(links)
     gain = small.product(small.product(known, ahead.mT), step_after(next_))

@@ -29,11 +29,11 @@ from numpyro_gpaug.gaussians.base import (
 )
 from numpyro_gpaug.math import linalg
 
-# A share of the prior variance, a squared correlation: below it the best predictor from
-# the inducing values moves by less than a hundredth of their deviations. White noise in
-# a kernel, ten times the rest, leaves a tenth.
+# A share of the prior variance (a squared correlation). Below it, the best predictor
+# from the inducing values moves by less than a hundredth of their standard deviations.
+# With white noise of ten times the variance of the rest of the kernel, a tenth remains.
 LEAST_EXPLAINED = 1e-4
-# Of one, what no single one of the inducing values explains alone.
+# The part of a variance that no single inducing value explains.
 LEAST_SHARED = 0.05
 
 
@@ -66,7 +66,8 @@ class Moments(NamedTuple):
         :return: ``A' mean`` (..., n) and, as one of several parts, rows (..., M, n)
             whose squares sum to the variances.
         """
-        # Two products: slices of one are loops that no library runs.
+        # Two products, because slices of one product become loops without a library
+        # call.
         return linalg.vecmat(self.mean, projection), (self.whitener @ projection,)
 
     @property
@@ -239,7 +240,8 @@ class AffineMap(NamedTuple):
         return self._explained() + self.residual
 
     def _explained(self) -> Array:
-        # Of a process the rest is summed for the residual, too: once, if so written.
+        # For processes, the residual contains the same sum. Written the same way, it is
+        # computed once.
         rest = jnp.square(self.projection[..., 1:, :]).sum(-2)
         return jnp.square(self.projection[..., 0, :]) + rest
 
@@ -373,8 +375,8 @@ class AffineMap(NamedTuple):
             factor = linalg.cholesky(eye + precision)
             white = _solve(factor, potential) + noise
             return _solve(factor, white, transpose=True)
-        # Matheron's rule: a draw from the prior, moved by what its predictors and their
-        # noise lack of the observations (of potential / precision).
+        # Matheron's rule: a draw from the prior, corrected by the difference of the
+        # observations (potential / precision) from its predictors and their noise.
         root = jnp.sqrt(factors.precision)
         seen = factors.precision > 0
         centred = factors.potential - factors.precision * self.offset
@@ -402,7 +404,7 @@ class Dense(Structure):
         return "dense"
 
     def standard(self, dtype: Any) -> NaturalGaussian:
-        # NumPy's: of JAX's each would be a program of its own.
+        # NumPy arrays, because JAX would compile a program for each.
         zeros: Any = np.zeros((1, self.size), dtype)
         eye: Any = np.eye(self.size, dtype=dtype)[None]
         return NaturalGaussian(zeros, eye)
@@ -434,7 +436,7 @@ def _carried_jvp(primals: Any, tangents: Any) -> Any:
     rule takes two."""
     (q, projection), (*of_q, moved) = primals, jax.tree.leaves(tangents)
     rests = all(isinstance(x, SymbolicZero) for x in of_q)
-    # W' W itself takes a product of as many columns as there are latents.
+    # W' W itself needs a product with as many columns as there are latents.
     pays = isinstance(q, Moments) and projection.shape[-1] > q.mean.shape[-1]
     if isinstance(moved, SymbolicZero) or not (rests and pays):
         whole = jax.tree.map(_instantiated, tangents)
@@ -451,7 +453,8 @@ def kl_to_diagonal(q: Moments, loc: Array, scale: Array) -> Array:
     :param loc: (..., M), prior means.
     :param scale: (..., M), prior standard deviations.
     """
-    # A sum of squares alone is a library's; with more in it, a loop.
+    # A plain sum of squares is a library call; with further terms in it, it is a slow
+    # loop.
     terms = (q.variances + jnp.square(q.mean - loc)) / jnp.square(scale)
     roots = jnp.abs(linalg.diagonal(q.whitener)) / scale
     return 0.5 * (terms - 1 - 2 * jnp.log(roots)).sum(-1)

@@ -129,7 +129,7 @@ class GroupMoments(NamedTuple):
         """
         layout = prior.structure.layout
         groups, corner = layout.split(places)
-        # A group is known as a whole or not at all.
+        # A group is known completely or not at all.
         group, old = groups[:, 0] // self.layout.each, groups[:, 0] >= 0
         known = corner >= 0
         column = np.where(known, corner - self.layout.groups * self.layout.each, 0)
@@ -367,7 +367,7 @@ class Groups(Structure):
 
         :param cross: c, (n,).
         """
-        # A predictor of no group takes any for its own.
+        # A predictor without a group can take any group.
         group = jnp.where((left.own != 0).any(-1), left.group, right.group)
         left, right = (rows._replace(group=group) for rows in (left, right))
         there = self._products(left, right, cross)
@@ -386,7 +386,7 @@ class Groups(Structure):
 
         :param number: the total number of rows.
         """
-        # Of each row there are K numbers and more on the way to a sum.
+        # A sum needs a little more than K values for each row.
         each = (2 + self.layout.each) * (1 + self.layout.others)
         return rows_of_blocks(number, each, dtype, least=64)
 
@@ -409,7 +409,7 @@ class Groups(Structure):
             sums = _with_rows(sums, (left, right, weights))
         else:
             parts = jax.tree.map(lambda x: cut_rows(x, size), (left, right))
-            # Rows that fill the last block weigh nothing.
+            # Rows that fill up the last block have weight zero.
             cut = cut_rows(weights, size, "constant")
             sums = summed_blocks(_with_rows, sums, (*parts, cut))
         blocks = [[sums.dense, sums.mixed.T], [sums.mixed, sums.single]]

@@ -55,11 +55,13 @@ from numpyro_gpaug.gaussians.rows import Rows
 from numpyro_gpaug.gaussians.sparse import Extended, Sparse, SparseNatural, nodes_of
 from numpyro_gpaug.math import linalg
 
-# Draws behind covariances, and vectors along which a log-determinant is exact, at most.
+# The number of draws that estimate covariances, and the largest number of vectors along
+# which the log-determinant is exact.
 DRAWS, EXACT = 32, 8
-# Steps of the recurrences, at most. Lanczos vectors are stored.
+# The largest numbers of steps of conjugate gradients and of Lanczos recurrences, which
+# are stored.
 _STEPS, _LANCZOS = 500, 48
-# Columns that are taken at a time; a product with fewer than eight takes longer.
+# The number of columns in one product; a product with fewer than eight takes longer.
 _COLUMNS, _FEWEST = 64, 8
 
 
@@ -202,7 +204,7 @@ class IterativeMoments(NamedTuple):
 def _shared(draws: Array, moved: Array, one: Any, other: Any) -> Array:
     """Return the estimated parts of covariances of pairs of nodes, (n,)."""
     (x, u), (y, v) = ((draws[k], moved[k]) for k in (one, other))
-    # Draws of nodes that are eliminated are zero.
+    # Draws of eliminated nodes are zero.
     kept = (x != 0).any(-1) & (y != 0).any(-1)
     return jnp.where(kept, (u * y + x * v).sum(-1) / 2, (u * v).sum(-1))
 
@@ -431,7 +433,7 @@ class _Lanczos(NamedTuple):
             step, basis, diagonal, beside, v, last, pivot, residual = carry
             before = beside[step - 1]
             w = reduced(v) - before * last
-            # The matrix continues as the identity once a space is exhausted.
+            # After a space is exhausted, the matrix continues as the identity.
             here = (v * w).sum(0) + (jnp.square(v).sum(0) == 0)
             w = w - here * v
             after = jnp.linalg.norm(w, axis=0)
@@ -478,7 +480,7 @@ class Iterative(Sparse):
     any_pairs: ClassVar[bool] = True
     factorised: ClassVar[bool] = False
     solves: ClassVar[bool] = False
-    # Nodes are standard normal a priori: no rows almost cancel.
+    # Nodes are standard normal a priori, so no rows almost cancel.
     sums: ClassVar[bool] = False
 
     @property
@@ -577,12 +579,12 @@ class Iterative(Sparse):
         of_nodes = jnp.log(reduced.own).sum() - 2 * jnp.log(reduced.root).sum()
         of_nodes += forms.sum() + each.mean()
         noise = each.std(ddof=1) / (2 * DRAWS**0.5)
-        # The error of quadrature, if it has not converged.
+        # The error of the quadrature if it has not converged.
         noise += jnp.square(spaces.residuals).max() * len(reduced.root) / 2
-        # By how much the bound falls short, if the mean has not converged.
+        # The bound that is lost if the mean has not converged.
         noise += left[0] / (2 * spaces.values.min())
 
-        # The vectors are not drawn: they are weighted like all draws together.
+        # The exact vectors are not random: each has the weight of all draws together.
         weights = np.repeat([1, DRAWS**-0.5], [largest.shape[1], DRAWS])
         white = spaces.applied(lax.rsqrt) * weights.astype(dtype)
         x, moved = reduced.root * white, reduced.root * (white - reduced(white))
@@ -606,5 +608,5 @@ class Iterative(Sparse):
         return IterativeMoments._make((*leading, self))
 
 
-# Natural parameters and moments hold their structure, which has no arrays.
+# Natural parameters and moments contain their structure, which has no arrays.
 jax.tree_util.register_static(Iterative)

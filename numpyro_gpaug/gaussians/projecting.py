@@ -42,8 +42,8 @@ def projected(q: Moments, projection: Array) -> tuple[Moments, Array]:
     known = projection @ root
     eye = jnp.eye(projection.shape[-2], dtype=projection.dtype)
     apart = eye - projection @ projection.mT
-    # Deviations from the regression of b on the mean of a: none where b is a in another
-    # order, and small where it holds nearly as much.
+    # The residual of b in a regression on the mean of a. It is zero if b has the points
+    # of a in another order, and small if a has almost the same information.
     start = jnp.matvec(projection, q.mean)
     unsaid = jnp.vecmat(q.mean - jnp.vecmat(start, projection), root)
     potential = jnp.matvec(known, unsaid) - jnp.vecmat(start, apart)

@@ -88,11 +88,11 @@ class RowMap:
         if they are many. Blocks are then read without a copy."""
         structure, dtype = self.structure, self.offset.dtype
         size = structure.rows_of_block(self.offset.shape[-1], dtype)
-        # Of rows on several devices none has to move.
+        # If rows are on several devices, none of them moves.
         if size is None or shards() > 1 or jax.default_backend() != "cpu":
             return self
         order = Order.by_group(self.rows.group, structure.layout.groups, size)
-        # The compiler would take rows from columns, one number at a time.
+        # Otherwise the compiler would gather rows from columns, one value at a time.
         rows = lax.optimization_barrier(self.rows)
         return replace(self, rows=jax.tree.map(order.taken, rows), order=order)
 

@@ -40,7 +40,8 @@ from numpyro_gpaug.gaussians.rows import RowMap, Rows
 from numpyro_gpaug.math import linalg, sparse_cholesky
 from numpyro_gpaug.math.sparse_pattern import Pattern
 
-# Of the mean of a singular precision's diagonal: what is added to all of it.
+# The multiple of the mean diagonal entry that is added to the diagonal of a singular
+# precision.
 _RIDGE = {"float32": 1e-5, "float64": 1e-10}
 
 
@@ -197,8 +198,9 @@ class _Half(NamedTuple):
     def transposed(self, noise: Array) -> Array:
         """Return deviations (N, n) of noise (N - c, n)."""
         found = self.factor.half_solve_transposed(self._back(noise))
-        # The reflections have rounding errors, which a precision close to singular
-        # enlarges. Without this, sums differ from zero by more than the site allows.
+        # The reflections have rounding errors, which a nearly singular precision
+        # enlarges. Without this correction, sums would differ from zero by more than
+        # the site's constraint allows.
         return found - self.normals @ (self.normals.T @ found)
 
     def removed(self) -> Array:
@@ -483,10 +485,10 @@ class Sparse(Structure):
 
     natural: ClassVar[Any] = SparseNatural
     all_groupings: ClassVar[bool] = True
-    #: Whether moments have the covariances of any nodes, or those of neighbours alone.
+    #: Whether moments have covariances of any two nodes, or only of neighbours.
     any_pairs: ClassVar[bool] = False
     solves: ClassVar[bool] = True
-    #: Whether entries of precisions have sums of rows in place of the diagonal.
+    #: Whether precisions store sums of rows instead of the diagonal.
     sums: ClassVar[bool] = True
 
     @property
@@ -565,7 +567,7 @@ class Sparse(Structure):
     def resized(self, layout: Layout) -> Sparse:
         if layout.groups == self.nodes:
             return replace(self, layout=layout)
-        # Whatever the pattern is: other latents have their prior given these.
+        # For any pattern of the prior, this is the pattern given the other latents.
         every = np.arange(layout.groups)
         return Sparse(layout, Pattern.of(layout.groups, every, every))
 
@@ -781,5 +783,5 @@ def _added(left: Rows, right: Rows, sign: float) -> Rows:
     )
 
 
-# Natural parameters and moments hold their structure, which has no arrays.
+# Natural parameters and moments contain their structure, which has no arrays.
 jax.tree_util.register_static(Sparse)

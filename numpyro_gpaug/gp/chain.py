@@ -56,8 +56,8 @@ class Weights(NamedTuple):
 
         :param x: the numbers of the chain, (steps, R).
         """
-        # Not sums of products: without fusion emitters XLA computes the sum of two such
-        # sums, mapped over several x, from the first x alone.
+        # Not sums of products: without fusion emitters, XLA computes the sum of two
+        # such sums under vmap over x from the first x alone.
         dot = partial(jnp.einsum, "nr,nr->n")
         return dot(self.of_left, x[self.left]) + dot(self.of_right, x[self.right])
 
@@ -111,7 +111,7 @@ class Chain:
         terms = terms_of(kernel, times.dtype)
         self._moving = [term for term in terms if term.factors]
         self._fixed = [term for term in terms if not term.factors]
-        # For the kernel's own checks of its hyperparameters.
+        # This call runs the kernel's own checks of its hyperparameters.
         kernel(times[:1])
 
     @property
@@ -158,8 +158,8 @@ class Chain:
 
     def _steps_of(self, term: Term, dt: Array) -> _Steps:
         scale, lower = term.root(dt, self._starts)
-        # Any units will do. Constant ones leave function values as they are where
-        # hyperparameters move: derivatives at fixed numbers have no large terms.
+        # Any units are possible. With constant units, function values do not move with
+        # hyperparameters, and derivatives at fixed states have no large terms.
         units = lax.stop_gradient(scale)
         lower, scale = lower * (scale / units)[..., None], units
         before = step_before(scale[None])[0]
@@ -281,7 +281,7 @@ def _between(
     (past, begun), (future, ends) = since, until
     scale, lower = term.root(past, ~begun)
     ahead = small.product(term.transition(future) * scale[..., None, :], lower)
-    # The noise so far in units of the whole noise of the step after.
+    # The noise up to here, in units of the whole noise of the next step.
     share = small.product(
         small.inverse_lower(after.lower), ahead / after.scale[..., None]
     )
@@ -289,8 +289,8 @@ def _between(
     seen = jnp.where(ends[..., None], _row(value, share.mT), 0)
     of_right = _row(seen, small.inverse_lower(after.lower))
     rest_scale, rest_lower = term.root(future)
-    # The precision of the state, in units of its noise: of the noise so far, and of the
-    # noise still to come.
+    # The precision of the state in units of its noise: from the noise before it, and
+    # from the noise after it.
     ratio = term.transition(future) * scale[..., None, :] / rest_scale[..., None]
     ratio = small.product(small.inverse_lower(rest_lower), ratio)
     own = small.inverse_lower(lower)

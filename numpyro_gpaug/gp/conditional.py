@@ -136,7 +136,7 @@ class Conditional:
     def map_through(self, whitener: Whitener) -> AffineMap | AffineBlocks:
         """Compute :meth:`affine_map_through`, in blocks if there are very many rows."""
         mean, num = self.mean, whitener.inverse.shape[-1]
-        # Matrices of the inducing inputs are whole, and these may be all of the data.
+        # Matrices of inducing inputs are not divided, and these may be all the data.
         size = rows_of_blocks(len(self.X), len(mean) * num, self.dtype, least=num)
         if size is None:
             return self.affine_map_through(whitener)
@@ -155,12 +155,13 @@ class Conditional:
         :param eps: standard normal numbers, one per latent and row, or ``None`` for no
             residual.
         """
-        # NumPyro draws standard normals in JAX's default dtype, whatever their loc's.
+        # NumPyro draws standard normal variables in JAX's default dtype, whatever the
+        # dtype of their loc.
         v = jnp.asarray(v, self.dtype)
         v = self.select(v) if self.gp.num_latents is not None else v[None]
         values = self.mean + jnp.einsum("...mn,...m->...n", self.projection, v)
         if eps is not None:
-            # The residual is 0 where X is Z.
+            # The residual is zero where X equals Z.
             values = values + safe_sqrt(self.residual) * latent_first(eps)
         return self.outputs(values)
 
@@ -183,7 +184,7 @@ class Conditional:
             )
             try:
                 eps = numpyro.sample(f"{name}.eps", standard)
-            except ValueError as error:  # shapes that do not go together
+            except ValueError as error:  # incompatible shapes
                 raise misplaced from error
             if eps.shape != shape:
                 raise misplaced

@@ -18,7 +18,8 @@ from numpyro_gpaug.gp.conditional import Conditional
 from numpyro_gpaug.gp.outputs import Outputs
 from numpyro_gpaug.math.linalg import precise, safe_sqrt
 
-# Sites of a process: numbers behind its states, weights of waves, times.
+# Names of the sites of a process: standard normal variables behind its states, weights
+# of waves, times.
 _STATES, _WAVES, _TIMES = ".v", ".waves", ".times"
 
 
@@ -121,7 +122,7 @@ class MarkovConditional(Conditional):
         :param v: ignored: the sites of the process are made with this object.
         :param eps: standard normal numbers, (N,), or ``None`` for no residual.
         """
-        # NaN at times that are not finite, which are in no order.
+        # NaN if times are not finite, because these have no order.
         values, weights = self.mean[0] + 0 * self._times, self._weights
         if weights is not None and self.states is not None:
             values = values + weights(self.states)
@@ -143,7 +144,8 @@ def conditional(gp: Any, X: Array) -> MarkovConditional:
     :param gp: the :class:`~numpyro_gpaug.GaussianProcess`.
     :param X: times, (N,) or (N, 1).
     """
-    # The numbers behind the states are latents among others, whose precision they need.
+    # The variables behind the states join the other latents, so they need the same
+    # precision.
     X = jnp.asarray(X, jnp.promote_types(X.dtype, jnp.result_type(float)))
     given = gp.inducing
     if given is None:

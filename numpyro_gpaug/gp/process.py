@@ -188,7 +188,8 @@ class GaussianProcess(Displayed):
         """The factor L in ``u = L v`` of inducing values u, (1 or C, M, M): lower
         triangular if a jitter was given."""
         if self.markov:
-            # There is none: an array that depends on the same arguments.
+            # A Markov process has no inducing inputs. Any array that depends on the
+            # same arguments will do.
             times = jnp.zeros((1, 1)) if self.inducing is None else self.inducing[:1]
             return lead(self.kernel(times, times), 2)
         if self.jitter is None:
@@ -245,7 +246,8 @@ class GaussianProcess(Displayed):
 
     def _declared(self, conditional: Conditional) -> Array:
         if callable(self.mean):
-            # Here, under the handlers of the model: a mean function may have params.
+            # Evaluated here, under the handlers of the model, because a mean function
+            # may have params.
             _ = conditional.mean
         return deterministic_site(self.name, conditional)
 

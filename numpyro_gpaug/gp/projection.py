@@ -57,7 +57,7 @@ def whitener(gp: Any) -> Whitener:
 
     :param gp: the process.
     """
-    # A jitter that is given is one of the covariances as they are.
+    # A given jitter belongs to the covariances in their original form.
     if gp.jitter is None and constant_of(gp.kernel) is not None:
         return _Deviations(gp).whitener()
     gram = lead(gp.kernel(gp.inducing, gp.inducing), 2)

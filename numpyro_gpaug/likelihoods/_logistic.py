@@ -57,7 +57,7 @@ def _log_tilt_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
 def _both_signs(one_side: Array, mean: Array, ups: Array, downs: Array) -> Array:
     """Return ``ups * F(m) + downs * F(-m)`` from ``F(|m|)``, given
     ``F(-m) = F(m) - m``."""
-    # Not min(m, 0) and max(m, 0): at zero the slopes have to be those of both sides.
+    # Not min(m, 0) and max(m, 0), whose slopes at zero are those of one side only.
     size = jnp.abs(mean)
     lift = 0.5 * (ups * (mean - size) - downs * (mean + size))
     return (ups + downs) * one_side + lift

@@ -19,7 +19,7 @@ from numpyro.distributions import Distribution
 
 Parameters = dict[str, Array]
 
-# In the order of the draws; a function receives the auxiliaries drawn before it.
+# In the order of the draws: a function receives the auxiliaries that were drawn before.
 Conditionals = dict[str, Distribution | Callable[[dict[str, Array]], Distribution]]
 
 

@@ -49,7 +49,7 @@ class BinomialMixture(CountMixture):
     counts have probability zero."""
 
     def likelihood(self, other: Array, logits: Array) -> dist.Distribution:
-        # NumPyro's sampler looks numbers of trials up in a table.
+        # NumPyro's sampler uses numbers of trials as indices of a table.
         return dist.BinomialLogits(logits, other.astype(jnp.result_type(int)))
 
     def turn(self, other: Array, y: Array) -> tuple[Array, Array, Array]:

@@ -223,7 +223,7 @@ def through_wrappers(d: Distribution, value: Callable[[Any], Array]) -> Array:
     """Apply the effect of the wrappers of ``d`` on a log-density to ``value(base)``."""
     if isinstance(d, dist.MaskedDistribution):
         inner = through_wrappers(d.base_dist, value)
-        # Not a product: a masked datum may be NaN.
+        # Not a product, because a masked datum may be NaN.
         return jnp.where(d._mask, inner, jnp.zeros_like(inner))
     if isinstance(d, dist.Independent):
         inner = through_wrappers(d.base_dist, value)

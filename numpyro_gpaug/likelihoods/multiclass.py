@@ -101,7 +101,7 @@ class LogisticSoftmaxMeanField(LogisticSoftmax):
         log_rho = log_tilt(-m, v)
         alpha = _alpha(lax.stop_gradient(-jnp.expm1(log_rho).mean(-1)))
         log_gamma = digamma(alpha)[..., None] - jnp.log(num_classes) + log_rho
-        # The auxiliaries are at their optimum: the bound moves with log T alone.
+        # At the optimum of the auxiliaries, the bound depends only on log T.
         gamma = lax.stop_gradient(jnp.exp(log_gamma))
         moves = (gamma * (log_rho - lax.stop_gradient(log_rho))).sum(-1)
         entropy = (alpha - 1) * (1 - digamma(alpha)) + gammaln(alpha)

@@ -34,7 +34,7 @@ def _mixture(
     """Return the mixture over cells with its exact moments."""
     p = d.cell_probabilities(means["f"], variances["f"])
     mean = (p * component.mean).sum(-1)
-    # A sum of squares: no difference of moments.
+    # A sum of squares, not a difference of moments.
     spread = jnp.square(component.mean - mean[..., None])
     variance = (p * (component.variance + spread)).sum(-1)
     log_p = d.log_cell_probabilities(means["f"], variances["f"])
@@ -99,8 +99,8 @@ def _newton(value: Array, slope: Array, precision: Array) -> Array:
 
 
 def _bernoulli(value: Array, slope: Array, mass: Array) -> Array:
-    # The slope of a log b + (n - a) log(1 - b) gives a / n. Away from 0 and 1, where
-    # the log-likelihood of the other label is infinite.
+    # The derivative of a log b + (n - a) log(1 - b) gives a / n, kept away from 0 and
+    # 1, where the log-likelihood of the other label is infinite.
     eps = jnp.finfo(mass.dtype).eps
     height = _newton(value, value * (1 - value) * slope, mass)
     return jnp.clip(height, eps, 1 - eps)

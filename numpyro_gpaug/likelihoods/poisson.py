@@ -73,7 +73,7 @@ class LogisticPoissonMixture(CountMixture):
         return Likelihood(logits, other)
 
     def turn(self, other: Array, y: Array) -> tuple[Array, Array, Array]:
-        # The number of thinned events plays the failures of a binomial.
+        # The number of thinned events is the number of failures of a binomial.
         ups, downs = y + 0.5, jnp.maximum(other - y, 0) + 0.5
         constant = y * jnp.log(other) - gammaln(y + 1)
         return jnp.log(ups / downs), jnp.sqrt(1 / ups + 1 / downs), constant

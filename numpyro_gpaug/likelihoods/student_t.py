@@ -81,16 +81,17 @@ def _gap_terms_by(
     square, variance = jnp.broadcast_arrays(square, variance)
     low = lax.stop_gradient(jnp.log(start / (1 + square + variance)))
     step = (jnp.log(stop) - low) / (num - 1)
-    # Nodes run along the leading axis: the data axis stays contiguous.
+    # Nodes are the leading axis, so that the data axis is contiguous.
     k = jnp.arange(num, dtype=dtype).reshape((num,) + (1,) * low.ndim)
     t = jnp.exp(low + step * k)
     shrink = 1 / (1 + 2 * t * variance)
     spread = -0.5 * jnp.log1p(2 * t * variance) - t * square * shrink
     point = -t * (square + variance)
-    # The bracket is of second order at t -> 0: a difference of exponentials loses it.
+    # The bracket is of second order as t -> 0, and a difference of exponentials would
+    # lose it.
     difference = jnp.exp(spread) * -jnp.expm1(jnp.minimum(point - spread, 0.0))
     weight = step * jnp.exp(-t)
-    # Below the first node terms fall by exp(-2 step) each.
+    # Below the first node, terms fall by a factor exp(-2 step) each.
     below = weight[0] / jnp.expm1(2 * step)
     weight = weight.at[0].add(below)
     slope = t * (jnp.exp(point) - shrink * jnp.exp(spread))

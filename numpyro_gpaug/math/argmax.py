@@ -26,11 +26,12 @@ from jax import Array, lax
 
 from numpyro_gpaug.math import normal
 
-# How many standardised distances are worked on at once: what fits into a fast cache.
+# The number of standardised distances in one chunk, which fits into a fast cache.
 CHUNK = 8192
 
-# Standard deviations are raised to this fraction of the largest one of the datum: the
-# nodes reach no further, and the probabilities move by less than the fraction.
+# Standard deviations are raised to this fraction of the largest one of the datum,
+# because the nodes do not resolve smaller ones. Probabilities change by less than this
+# fraction.
 _LEAST_RATIO = 2e-7
 _NEWTON_STEPS = 12
 
@@ -150,7 +151,7 @@ def _shares(
     nearly the same fraction of each, so the probabilities are divided by their sum.
     """
     scale_inv = lax.rsqrt(variance)
-    # The rule holds for any nodes: derivatives go through the integrand alone.
+    # The rule is valid for any nodes, so derivatives go through the integrand alone.
     mesh = lax.stop_gradient(_mesh(mean, 1 / scale_inv))
     offset = mesh.offset - (mean - lax.stop_gradient(mean))
     by_chosen = chosen * scale_inv
@@ -161,7 +162,8 @@ def _shares(
         cdf = normal.cdf(z)
         hazard = normal.density(z) / cdf
         mass = weights * cdf.prod(-1, keepdims=True) * hazard
-        # d log(F hazard) of the chosen one, in units of the standard deviations.
+        # The derivative of log(F hazard) for the chosen class, in units of the standard
+        # deviations.
         others = by_chosen * hazard
         others = others - others.sum(-1, keepdims=True)
         by_mean = mass * (by_chosen * z + others)
@@ -206,18 +208,19 @@ def _mesh(mean: Array, scale: Array) -> _Mesh:
     lowest = jnp.argmax(mean + rule.below * scale, -1, keepdims=True)
     origin, centred = relative_to(lowest)
     start = (centred + rule.below * scale).max(-1, keepdims=True)
-    # log F is concave: from below, no step overshoots, and to stop early is harmless.
+    # log F is concave, so Newton steps from below do not overshoot, and an early stop
+    # is harmless.
     bottom = lax.fori_loop(0, _NEWTON_STEPS, newton, start)
     _, slope = log_cdf_and_slope(bottom)
 
-    # The difference of two close numbers has no rounding error: what is near the
-    # narrowest normals has to be measured from one of them.
+    # The difference of two close numbers is exact, so values near the narrowest normals
+    # are measured from one of them.
     in_play = centred + rule.above * scale > bottom
     narrowest = jnp.argmin(jnp.where(in_play, scale, jnp.inf), -1, keepdims=True)
     moved, centred = relative_to(narrowest)
     bottom = bottom - (moved - origin)
     top = (centred + rule.above * scale).max(-1, keepdims=True)
-    # Up to the first node F grows by a factor of e at most.
+    # Up to the first node, F grows at most by a factor of e.
     first, last = -jnp.log(slope), jnp.log(jnp.maximum(top - bottom, 2 / slope))
     spacing = (last - first) / (rule.num - 1)
     steps = jnp.arange(rule.num, dtype=mean.dtype)[:, None, None]

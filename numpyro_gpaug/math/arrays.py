@@ -16,10 +16,10 @@ try:
 except ImportError:  # before jax 0.8
     from jax.experimental import enable_x64  # type: ignore[attr-defined,no-redef]
 
-# Bytes of an array up to which programs take it over in less time than a transfer of
-# its own takes.
+# Up to this number of bytes, a program takes an array over faster than a separate
+# transfer does.
 _SMALL = 2**14
-# Bytes: memory that begins at a multiple of them JAX takes over on a CPU.
+# On a CPU, JAX takes over memory that starts at a multiple of this number of bytes.
 _ALIGNED = 64
 _NARROW: dict[Any, Any] = {
     np.dtype(f"{kind}64"): np.dtype(f"{kind}32") for kind in ("float", "int", "uint")
@@ -44,7 +44,7 @@ def in_dtype_of(fitted: Any) -> Iterator[None]:
 
 def has_doubles() -> bool:
     """Whether JAX uses 64-bit numbers here."""
-    config: Any = jax.config  # what a context manager has set included
+    config: Any = jax.config  # includes settings of context managers
     return bool(config.jax_enable_x64)
 
 
@@ -87,7 +87,7 @@ def as_arrays(leaves: list[Any]) -> tuple[Array, ...]:
     given = [_own(x) for x in leaves if not isinstance(x, Array)]
     if not given:
         return tuple(leaves)
-    # Known numbers in a trace, too, that does not concern them.
+    # Inside a trace, known numbers stay known.
     with jax.ensure_compile_time_eval():
         placed = iter(jax.device_put(given))
     return tuple(x if isinstance(x, Array) else next(placed) for x in leaves)

@@ -66,7 +66,8 @@ def _unstretch(t: Array, tau: Array) -> Array:
     size = jnp.abs(t)
     s = jnp.maximum(size - tau, size / (1 + tau))
     for _ in range(4):
-        # Concave from a point below the root: the steps never pass it.
+        # The function is concave and the start is below the root, so the steps never
+        # pass it.
         tanh = jnp.tanh(s)
         s = s - (s + tau * tanh - size) / (1 + tau * (1 - tanh) * (1 + tanh))
     return jnp.where(t < 0, -s, s)
@@ -85,10 +86,11 @@ def _layout(big: Array, log_q: Array, n: int) -> _Layout:
     log_p = jnp.log(big)
     peak = (log_p - log_q) / 2
     plateau = jnp.maximum(LOG2 - (log_p + log_q) / 2, 0.0)
-    # The edges stay unstretched: half a log keeps tau * sech^2 small there.
+    # At the edges nothing is stretched: half a log keeps tau * sech^2 small there.
     tau = jnp.maximum(plateau - 3 - 0.5 * jnp.log1p(plateau), 0.0)
 
-    # Where the integrand times exp(-2u), the widest average, is below exp(-drop).
+    # The place where the integrand times exp(-2u), the widest average, is below
+    # exp(-drop).
     slope = big / 2 - 2
     steep = slope > 0.1
     linear = (drop + big / 2) / jnp.where(steep, slope, 1.0)
@@ -118,8 +120,8 @@ def energies(u: Array, big: Array, log_q: Array) -> tuple[Array, Array]:
     near = jnp.abs(u) < 0.5
     close = jnp.where(near, u, 0.0)
     far = jnp.where(near, 1.0, u)
-    # Half of the smallest P is no normal number, exp(u) and exp(-u) may overflow, and
-    # Q may underflow.
+    # Half of the smallest P may be subnormal, exp(u) and exp(-u) may overflow, and Q
+    # may underflow.
     root = jnp.exp(far / 2)
     small, half_big = jnp.exp(log_q) / 2, big / 2
     right = 0.5 * ((big * root) * root) - half_big * (1 + far)
@@ -150,13 +152,13 @@ def averages(
     fixed_big, fixed_log_q = lax.stop_gradient((big, log_q))
     n = num or (48 if jnp.finfo(big.dtype).bits <= 32 else 96)
     at = _layout(fixed_big, fixed_log_q, n)
-    # These factors are one; they carry the tangents, which would otherwise go through
-    # the position of the nodes.
+    # These factors are one. They carry the tangents, which would otherwise go through
+    # the positions of the nodes.
     scale_right = big / fixed_big
     scale_left = jnp.exp(log_q - fixed_log_q)
     column = (_BLOCK,) + (1,) * big.ndim
 
-    # Blocks of nodes in turn keep the memory to that of the batch.
+    # Nodes are processed in blocks, so that memory is that of the batch.
     @jax.checkpoint
     def add(totals, start):
         index = start + jnp.arange(_BLOCK, dtype=big.dtype).reshape(column)
@@ -205,7 +207,7 @@ def _log_peak_integral_jvp(primals, tangents):
 
 @jax.custom_jvp
 def _hypot(x: Array, y: Array) -> Array:
-    # The derivative rule of division squares the divisor, which may underflow.
+    # The derivative of a division squares the divisor, which may underflow.
     return jnp.hypot(x, y)
 
 
@@ -259,8 +261,8 @@ def _log_bessel_k_jvp(primals, tangents):
     d_lam, d_x = tangents
     _, big, log_q = peak(lam, x)
     top = _asinh_ratio(lam, x, big)
-    # K is even in the order: for a small one the average of t would be lost to
-    # rounding.  Folding t and -t together asks for the integrand on both sides.
+    # K is an even function of the order. For a small order, rounding would destroy the
+    # average of t. Folding t and -t together needs the integrand on both sides.
     span = lax.stop_gradient(top + log_edge(jnp.log(big), 38.0))
     _, by_lam, cosh = averages(_slope_terms, big, log_q, lam, top, span)
     by_x = -cosh / x

@@ -20,13 +20,14 @@ from numpyro_gpaug.math.sharding import (
     shards,
 )
 
-# In bytes. A loop takes longer to compile: up to the first everything is whole.
+# In bytes. Up to this size there is one block, because loops take longer to compile.
 WHOLE = 2**25
-# Blocks are fastest where they stay in a processor's cache. Accelerators take longer to
-# start small ones than to compute them.
+# Blocks that stay in a processor's cache are fastest. Accelerators take longer to start
+# small blocks than to compute them.
 BLOCK, BLOCK_OF_ACCELERATORS = 2**21, 2**25
-# Arrays of an elementwise function that a processor's cache has to hold at once: sums
-# over the nodes of a logistic take 25 ns an element then, and four times as long else.
+# The number of arrays that an elementwise function holds at once and that must fit into
+# the cache. Sums over the nodes of a logistic then take 25 ns per element, and four
+# times as long otherwise.
 _AT_ONCE = 16
 
 
@@ -173,12 +174,13 @@ def by_elements(
     :param each: how many numbers it computes from an element at once.
     :param dtype: the dtype of these numbers.
     """
-    # Which axis is over latents is not known here: cut across it, all would move.
+    # It is unknown here which axis is over latents. Blocks across it would move all
+    # values between devices.
     if latent_parts(0) > 1:
         return function(*arrays)
     shape = jnp.broadcast_shapes(*(jnp.shape(x) for x in arrays))
     rows = math.prod(shape)
-    # Rows are last. Those of one device stay together if they come first.
+    # Rows are the last axis. In C order the rows of one device stay together.
     order = "C" if _parts(rows) == 1 else "F"
     flat = [rows_apart(jnp.broadcast_to(x, shape).ravel(order)) for x in arrays]
     held = _AT_ONCE if jax.default_backend() == "cpu" else 1
@@ -207,5 +209,5 @@ def _parts(rows: int) -> int:
 def remade(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a loop's body that is run again for its derivative. Intermediate arrays of
     all blocks are then not stored."""
-    # In a loop nothing can be taken for the same as in another.
+    # In a loop, the compiler cannot share subexpressions with other code.
     return jax.checkpoint(function, prevent_cse=False)

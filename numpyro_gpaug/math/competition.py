@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-# Rounds of scaling: after four, diagonals are within a tenth, the errors of the edges.
+# Rounds of scaling: after four, diagonals are within a tenth, which is the size of the
+# errors of the edges.
 _ROUNDS = 4
 
 
@@ -33,7 +34,8 @@ def edge_roots(mean: Array, variance: Array, precision: Array) -> Array:
     a = shares * jnp.sqrt(size)
     for _ in range(_ROUNDS):
         others = a.sum(-1, keepdims=True) - a
-        # The geometric mean of a and of what the diagonal asks for alternates less.
+        # The geometric mean of a and the value that the diagonal requires, because the
+        # latter alone would alternate.
         a = jnp.sqrt(a * precision / jnp.maximum(others, tiny))
     return a
 

@@ -12,27 +12,30 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-# jaxlib's older code generator for CPUs: programs of linear algebra spend their time in
-# library calls and in loops that either vectorises (examples/benchmarks/compiling.py).
-# Later versions do not have it.
+# The older code generator of jaxlib for CPUs. Programs of linear algebra spend their
+# time in library calls and in loops that both generators vectorise
+# (examples/benchmarks/compiling.py). Later versions of jaxlib do not have it.
 _OPTIONS: dict[str, Any] = {"xla_cpu_use_fusion_emitters": False}
-# A library of XLA sums wrongly here: of ``(a * v[i]).sum(1) + (b * w[j]).sum(1)`` for
-# several v and w all but the first, from 48,000 numbers on. Neither 0.10.1 nor 0.11
-# does. The package requires another version, and this is for where it is installed.
+# In jaxlib 0.10.2, a library of XLA computes sums wrongly: in ``(a * v[i]).sum(1) + (b
+# * w[j]).sum(1)`` for several v and w, all values except the first are wrong from
+# 48,000 numbers on. Versions 0.10.1 and 0.11 are right. The package excludes 0.10.2,
+# and this option protects those who install it anyway.
 if version("jaxlib") == "0.10.2":
     _OPTIONS["xla_cpu_experimental_ynn_fusion_type"] = ""
-# Loops are left as they are written: the graph is still optimised, and linear algebra
-# is done by libraries. In one piece: each of the 32 that a program is cut into to be
-# compiled at once would take a millisecond more than the code in it.
-# Two passes over loops are left out: they run again after every other simplification,
-# a fifth of the time to compile a fit, and find nothing in its loops that pays.
+# Options that compile faster. Loops are not optimised further; the graph is still
+# optimised, and libraries do the linear algebra. The program stays in one piece: each
+# of the 32 parts that are otherwise compiled in parallel would take a millisecond more
+# than its code. Two passes over loops are left out: they run again after every other
+# simplification, which is a fifth of the time to compile a fit, and improve nothing in
+# these loops.
 _QUICK: dict[str, Any] = {
     **_OPTIONS,
     "xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1,
     "xla_disable_hlo_passes": "while-loop-invariant-code-motion,simplify-while-loops",
 }  # fmt: skip
-# With fewer numbers in its arguments a program is compiled quickly: a fit, of some
-# hundred steps, and what is run some times only, as predictions are.
+# A program whose arguments have fewer numbers than this is compiled with these options:
+# the first limit is for fits, with some hundred steps, and the second for programs that
+# run a few times, such as predictions.
 SMALL, SMALL_OF_FEW = 8_000, 100_000
 
 
@@ -80,7 +83,8 @@ class jit:
         names = options.get("static_argnames", ())
         self._static = {names} if isinstance(names, str) else set(names)
         self.plain = jax.jit(function, **options)
-        # Not made here: a guide may be made before jax.distributed starts.
+        # Not created here, because a guide may be created before jax.distributed
+        # starts.
         self._programs: dict[bool, Any] = {}
         update_wrapper(self, function, updated=())
 
@@ -93,7 +97,8 @@ class jit:
         try:
             return self._program(size < self._small)(*args, **kwargs)
         except ValueError as error:
-            # A program around it may trace what is given no traced argument.
+            # A surrounding program may be traced while this call has no traced
+            # argument.
             if "top-level" not in str(error):
                 raise
         return self.plain(*args, **kwargs)
@@ -129,7 +134,7 @@ def ahead(function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
     if _are_traced(leaves):
         return program
     traced = program.trace(*args)
-    # What it closes over is given to it too.
+    # Values that the function closes over are arguments, too.
     if len(traced.jaxpr.in_avals) > len(leaves):
         return program
     compiled = traced.lower().compile(compiler_options(quick=True))

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-# Of the first residual, in the norm of the preconditioner, what ends the iterations,
-# and these at most: the solutions are steps, which are corrected by the next ones.
+# The part of the first residual, in the norm of the preconditioner, that ends the
+# iterations, and the largest number of iterations. The solutions are steps, and the
+# next steps correct their errors.
 _ENOUGH, _MOST = 0.03, 40
 
 

@@ -116,7 +116,7 @@ def convergence(
         steps, window = trace.size, max(1, trace.size // 10)
     last, before = trace[-window:], trace[-2 * window : -window]
     change = float(before.mean() - last.mean()) if steps > 1 else float("nan")
-    # Differences remove a trend; each holds the noise of two steps.
+    # Differences remove a trend, and each contains the noise of two steps.
     noise = np.diff(trace[-2 * window :]).std() / np.sqrt(2) if steps > 2 else 0.0
     error = float(noise * np.sqrt(2 / window))
     elbo = -float(last.mean())
@@ -140,7 +140,7 @@ def _by_distance(
             f"zero; got shape {sizes.shape}"
         )
     back = np.cumsum(sizes[::-1]) / sizes.max()
-    # Rounding must not cost equal steps one of them.
+    # Despite rounding, equal steps must all count.
     strides = np.arange(1, int(back[-1] + 1e-6) + 1) - 1e-6
     return trace[::-1][np.searchsorted(back, strides)][::-1]
 

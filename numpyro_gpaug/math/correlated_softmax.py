@@ -25,7 +25,8 @@ from jax import Array, lax
 from jax.scipy.special import logsumexp
 from scipy.special import ndtri
 
-# Nodes, of which half mirror the others, and those of a rule to compare with.
+# The number of nodes, half of which mirror the others, and the number of nodes of a
+# finer rule for comparison.
 NODES, FINER = 256, 2048
 
 
@@ -40,7 +41,7 @@ def pair_places(classes: int) -> tuple[np.ndarray, np.ndarray]:
 @cache
 def _nodes(classes: int, num: int) -> np.ndarray:
     """Return standard normal nodes (num, classes) of equal weight."""
-    from scipy.stats import qmc  # half a second to import
+    from scipy.stats import qmc  # takes half a second to import
 
     sobol = qmc.Sobol(classes, scramble=True, seed=np.random.default_rng(0))
     half = ndtri(sobol.random(num // 2))

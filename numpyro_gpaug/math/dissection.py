@@ -17,9 +17,11 @@ from scipy import sparse
 from scipy.sparse import csgraph
 
 _Indices = np.ndarray
-# Averages of neighbours' positions straighten the cuts of irregular meshes.
+# The number of averages of neighbours' positions, which straighten the cuts of
+# irregular meshes.
 _AVERAGES = 60
-# A cut between components needs no separator. The sides may differ by this share.
+# The largest relative difference of the sides of a cut between components, which needs
+# no separator.
 _UNEVEN = 0.1
 
 
@@ -48,7 +50,7 @@ def dissect(
         nodes, right = nodes[rest], right[rest]
         depth[nodes] += 1
         code[nodes] = 2 * code[nodes] + right
-        # Only edges inside of the new parts are left.
+        # Only edges inside the new parts remain.
         new = np.cumsum(rest) - 1
         kept = rest[rows] & rest[columns]
         rows, columns = new[rows[kept]], new[columns[kept]]
@@ -95,7 +97,7 @@ def _positions(graph: sparse.csr_array, component: _Indices, count: int) -> np.n
     corners: list[np.ndarray] = []
     for k in range(4):
         if k == 2:
-            # Far from both ends of the first pair.
+            # A node that is far from both ends of the first pair.
             near = np.minimum(*corners)
         ends = _last(near, component)
         near = _levels(graph, ends)
@@ -122,7 +124,7 @@ def _last(level: _Indices, component: _Indices) -> _Indices:
 def _levels(graph: sparse.csr_array, starts: _Indices) -> _Indices:
     """Return the distance of each node from the start in its component."""
     size = graph.shape[0]
-    # A node that is joined to all starts makes this one search.
+    # An additional node that is joined to all starts makes this a single search.
     indptr = np.append(graph.indptr, graph.indptr[-1] + len(starts))
     indices = np.append(graph.indices, starts).astype(np.int32)
     joined = sparse.csr_array((np.ones(len(indices)), indices, indptr), (size + 1,) * 2)
@@ -162,8 +164,8 @@ def _cover(right: _Indices, rows: _Indices, columns: _Indices) -> _Indices:
     )
     match = csgraph.maximum_bipartite_matching(between, perm_type="column")
     matched = np.flatnonzero(match >= 0)
-    # Alternating paths start at unmatched nodes on the left. They go right along any
-    # edge, and back along edges of the matching.
+    # Alternating paths start at unmatched nodes on the left. They follow any edge to
+    # the right, and an edge of the matching back.
     ends = np.zeros(size, bool)
     ends[left_ends] = True
     starts = np.flatnonzero(ends & (match < 0))

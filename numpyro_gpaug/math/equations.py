@@ -59,7 +59,7 @@ def applied(eqn: Any, operands: list[Any]) -> list[Any]:
     """
     primitive = eqn.primitive
     bound = primitive.get_bind_params(eqn.params)
-    # Functions apart from params: before JAX 0.10.
+    # Before JAX 0.10, functions are separate from params.
     subfuns, params = bound if isinstance(bound, tuple) else ((), bound)
     found = primitive.bind(*subfuns, *operands, **params)
     return list(found) if primitive.multiple_results else [found]

@@ -21,9 +21,9 @@ from jax import Array, lax
 
 from numpyro_gpaug.math.linalg import safe_sqrt
 
-# Nodes of one dimension, and of each of two.
+# Numbers of nodes in one dimension, and in each of two.
 NODES = {1: 32, 2: 15}
-# Of the rules that these are compared with.
+# The same for the finer rules used for comparison.
 FINER = {1: 48, 2: 23}
 
 Sum = Callable[[Any, tuple[Array, ...]], Array]
@@ -84,7 +84,7 @@ def _factor(at: PredictorMoments) -> list[tuple[Array, ...]]:
         return [(first,)]
     beside = first if at.partner is None else first[at.partner]
     shared = at.covariance / jnp.where(beside > 0, beside, 1)
-    # By Cauchy and Schwarz at least zero; rounding is not.
+    # Non-negative by the Cauchy-Schwarz inequality, up to rounding.
     rest = jnp.maximum(at.variances[1] - jnp.square(shared), 0)
     return [(first,), (shared, safe_sqrt(rest))]
 
@@ -154,7 +154,8 @@ def _forward(total: Sum, numbers: Any, at: PredictorMoments) -> tuple[Array, Any
         here, weight = node
         values = placed(at, here)
         value, (direct, slopes) = jax.value_and_grad(at_node, (0, 1))(moving, values)
-        # The slope of a predictor times the numbers it was placed by.
+        # The slope with respect to a predictor, times the standard normal values that
+        # determine it.
         turned = [[slope * here[j] for j in range(i + 1)] for i, slope in _each(slopes)]
         new = value, direct, slopes, turned
         weighted = jax.tree.map(partial(_share, weight), new)
@@ -199,7 +200,7 @@ def _moment_slopes(
     # E (slope_2 x_1) = H_21 L_11 + H_22 L_21.
     beside = factor[0][0] if at.partner is None else factor[0][0][at.partner]
     cross = over(turned[1][0] - second * shared, beside)
-    # E (slope_1 x_1) = H_11 L_11 + H_12 L_21, and L_21 of shared ones is summed.
+    # E (slope_1 x_1) = H_11 L_11 + H_12 L_21, summed over data that share L_21.
     lean = cross * shared
     if at.partner is not None:
         lean = jnp.zeros_like(first).at[at.partner].add(lean)

@@ -23,7 +23,7 @@ from numpyro_gpaug.errors import ArchiveError
 
 try:
     import fcntl
-except ImportError:  # Windows, where no file that is open can be removed
+except ImportError:  # Windows, where open files cannot be removed
     fcntl = None  # type: ignore[assignment]
 
 _TEMPORARY = ".numpyro_gpaug-{}.tmp"
@@ -39,7 +39,7 @@ def write(
     :param arrays: plain arrays by name, other than ``meta`` and ``checksum``.
     :param header: an object that JSON can write.
     """
-    # The file a link leads to is replaced, not the link.
+    # If the path is a link, its target is replaced, not the link.
     target = Path(path).resolve()
     if not target.parent.is_dir():
         raise FileNotFoundError(f"{path}: there is no folder {target.parent}")
@@ -55,7 +55,7 @@ def write(
                 np.savez(file, allow_pickle=False, **members)
                 file.flush()
                 os.fsync(file.fileno())
-            with suppress(FileNotFoundError):  # another save took it for abandoned
+            with suppress(FileNotFoundError):  # another save considered it abandoned
                 temporary.replace(target)
                 return
         finally:
@@ -113,7 +113,8 @@ def read(path: str | PathLike[str]) -> Contents:
     """
     with open(path, "rb") as file, zipfile.ZipFile(file) as archive:
         members = archive.infolist()
-        # Ours are never compressed: no array takes more memory than its file.
+        # Archives of this package are not compressed, so no array takes more memory
+        # than its file.
         stored = all(m.compress_type == zipfile.ZIP_STORED for m in members)
         size = os.fstat(file.fileno()).st_size
         if not stored or sum(m.file_size for m in members) > size:
@@ -138,7 +139,7 @@ def _array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
     with archive.open(member) as file:
         np.lib.format.read_magic(file)
         shape, by_column, dtype = np.lib.format.read_array_header_1_0(file)
-        # NumPy's own reader would allocate what the header claims.
+        # NumPy's own reader would allocate the size that the header claims.
         flat = np.frombuffer(file.read(), dtype)
     return flat.reshape(shape, order="F" if by_column else "C")
 

@@ -25,7 +25,7 @@ def fingerprint(arrays: Iterable[Any]) -> np.uint32:
     for array in arrays:
         if not isinstance(array, jax.core.Tracer):
             if not getattr(array, "is_fully_addressable", True):
-                # Of all processes, which have to agree.
+                # Summed over all processes, which must agree.
                 array = _bits_summed(array)
             keys = jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key)
             numbers = np.asarray(jax.random.key_data(array) if keys else array)

@@ -64,7 +64,8 @@ def gumbel_mixture(dtype: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     widths = rule.overlap * scale * q * np.exp(q * u) / (rule.components - 1)
     x = np.linspace(-5, 2 * high, 1200)
     above = -np.expm1(-np.exp(-x))
-    # The sum of what many classes have above x matters: errors are relative there.
+    # The sum of the errors of many classes above x matters, so errors are relative
+    # there.
     relative = 1 / (above + 1e-3)
     normals = ndtr((centres - x[:, None]) / widths) * relative[:, None]
     weights = np.linalg.lstsq(normals, above * relative, rcond=1e-15)[0]
@@ -91,7 +92,7 @@ def _above(x: Array, variance: Array, slopes: bool) -> tuple[Array, ...]:
             parts += [density, -density * z * scale]
         return tuple(map(jnp.add, found, parts)), None
 
-    # A loop: XLA would not vectorise a sum over an axis of components.
+    # A loop, because XLA would not vectorise a sum over an axis of components.
     start = (jnp.full_like(x, 0.5), *(jnp.zeros_like(x),) * (2 * slopes))
     return lax.scan(add, start, mixture, unroll=2)[0]
 
@@ -103,11 +104,11 @@ def _nodes(mean: Array, variance: Array, cut: float | None) -> tuple[Array, ...]
     spread = rule.reach**2 * variance
     start = (mean - jnp.sqrt(spread + rule.low**2)).max(-1, keepdims=True)
     ends = mean + jnp.sqrt(spread + rule.high**2)
-    # A latent whose end is below the start does not move there.
+    # A latent whose end lies below the start does not change in between.
     moves = jnp.where(ends > start, jnp.sqrt(variance + 0.5), jnp.inf)
     narrow = moves.min(-1, keepdims=True)
     length = ends.max(-1, keepdims=True) + math.log(mean.shape[-1]) - start
-    # No latent that moves at a distance d is narrower than d over this:
+    # No latent that changes at a distance d is narrower than d divided by this value:
     near = 2 * rule.reach * narrow
     far = length
     if cut is not None:
@@ -144,7 +145,7 @@ def expected_log_sum_exp(
     below = jnp.log1p(-jnp.clip(above, 0, 1 - jnp.finfo(x.dtype).eps))
     product = below.sum(-2)
     if cut is None:
-        # A normal whose mean is known, at the scale of the lower end.
+        # A normal distribution with known mean, at the scale of the lower end.
         offset = _RULES[str(mean.dtype)].reach
         reference = 0.5 * (1 + lax.erf(_ROOT_HALF * (distance / narrow - offset)))
         origin = (start + offset * narrow)[..., 0] - np.euler_gamma

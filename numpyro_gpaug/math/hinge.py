@@ -59,7 +59,7 @@ def expected_absolute(mean: Array, variance: Array) -> Array:
 def _terms(mean: Array, variance: Array) -> tuple[Array, Array, Array]:
     """Return the expectation, the probability of x > 0, and the density of x at 0."""
     dtype = jnp.result_type(mean, variance)
-    # Far below rounding, and its third power still a number.
+    # Far below rounding, but its third power is still a positive number.
     floor = jnp.asarray(jnp.finfo(dtype).eps ** 3, dtype)
     scale_inv = jax.lax.rsqrt(jnp.maximum(variance, floor))
     z = mean * scale_inv

@@ -63,7 +63,7 @@ def smoothed(log_ratios: np.ndarray, scale: float = 1.0) -> Psis:
     order = np.argsort(log_weights, kind="stable")
     tail = int(min(num / 5, 3 * np.sqrt(num)))
     highest, cutoff = order[-tail:], log_weights[order[-tail - 1]]
-    # Those below it are zero to rounding.
+    # Smaller weights are zero up to rounding.
     below = np.exp(max(cutoff, np.log(np.finfo(float).tiny)))
     exceedances = np.exp(log_weights[highest]) - below
     khat = np.inf
@@ -93,7 +93,7 @@ def _generalised_pareto(x: np.ndarray) -> tuple[float, float]:
     n = len(x)
     grid = np.arange(1, 31 + int(np.sqrt(n))) - 0.5
     quartile = x[int(n / 4 + 0.5) - 1]
-    # Of minus the shape over the scale, about which the likelihood is profiled.
+    # Values of minus the shape divided by the scale, for the profile likelihood.
     ratios = 1 / x[-1] + (1 - np.sqrt(len(grid) / grid)) / (3 * quartile)
     shapes = np.log1p(-ratios[:, None] * x).mean(1)
     profile = n * (np.log(-ratios / shapes) - shapes - 1)
@@ -106,7 +106,7 @@ def log_mean_exp(x: np.ndarray, axis: int | None = None) -> Any:
     """Return the logarithm of the mean of exponentials."""
     largest = np.max(x, axis=axis, keepdims=True)
     largest = np.where(np.isfinite(largest), largest, 0)
-    with np.errstate(divide="ignore"):  # of nothing but zeros
+    with np.errstate(divide="ignore"):  # for weights that are all zero
         total = np.log(np.mean(np.exp(x - largest), axis=axis))
     total = total + np.squeeze(largest, axis)
     return total if np.ndim(total) else float(total)

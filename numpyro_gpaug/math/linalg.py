@@ -91,7 +91,7 @@ def cholesky(matrix: Array) -> Array:
     :param matrix: (..., M, M).
     :return: (..., M, M); NaN where the matrix is not positive definite.
     """
-    # LAPACK reads columns: the transpose of an array of rows needs no copy.
+    # LAPACK reads columns, so the transpose of an array of rows needs no copy.
     return one_by_one(partial(jnp.linalg.cholesky, symmetrize_input=False))(matrix.mT)
 
 
@@ -116,7 +116,7 @@ def one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:
     """
     if jax.default_backend() != "cpu":
         return function
-    # A function of arguments alone: the keywords of a partial would be traced.
+    # A function without keywords, because the keywords of a partial would be traced.
     single = jax.custom_batching.sequential_vmap(lambda *each: function(*each))
 
     def of_each(*stacks: Array) -> Any:

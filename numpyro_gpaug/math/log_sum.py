@@ -46,13 +46,13 @@ from numpyro_gpaug.math.concrete import floating
 from numpyro_gpaug.math.gumbel import expected_log_sum_exp
 from numpyro_gpaug.math.sharding import shards
 
-# The standard deviation up to which log S stays in the range of the lattice, four of
-# them below a mean of zero; and the -s at which a lattice of the logistic hands over,
-# where it is an exponential to rounding.
+# The standard deviation up to which log S stays in the range of the lattice, if the
+# mean is at least four of them below zero; and the value of -s at which the lattice of
+# the logistic ends, because there it equals an exponential up to rounding.
 _WIDE = 4.0
 _CUTS = {"float32": -13.5, "float64": -18.0}
-# How often the numbers on the lattice are read, with derivatives: blocks that stay in a
-# processor's cache take a third of the time.
+# The number of passes over the lattice values, including derivatives. Blocks that stay
+# in a processor's cache take a third of the time.
 _PASSES = 16
 
 
@@ -70,7 +70,7 @@ class Link(NamedTuple):
     step: tuple[float, float]
 
 
-# The exponential is used relative to a centre of the latents, the logistic as it is.
+# The exponential is used relative to a centre of the latents, the logistic without one.
 EXPONENTIAL = Link("exponential", lambda f: f, (13.0, 2.0))
 LOGISTIC = Link("logistic", log_expit, (0.0, 1.7))
 
@@ -85,8 +85,9 @@ class _Rule(NamedTuple):
     ends: tuple[float, float]
 
 
-# The outer sum starts where S exp(s) is negligible and stops where exp(-S exp(s)) is;
-# the lattice covers every f at which 1 - exp(-e^s g(f)) is on its way for some s.
+# The outer sum starts where S exp(s) is negligible and stops where exp(-S exp(s)) is.
+# The lattice covers every f at which 1 - exp(-e^s g(f)) is between its limits for some
+# s.
 _RULES = {
     ("exponential", "float32"): _Rule(0.7, (-24, 20), 0.4, 0.52, (-37, 28)),
     ("exponential", "float64"): _Rule(0.38, (-42, 24), 0.25, 0.4, (-60, 46)),
@@ -124,7 +125,7 @@ def _lattice(link: Link, dtype: str, num_classes: int) -> _Lattice:
     rule = _RULES[link.name, dtype]
     low, high = rule.outer
     if link == LOGISTIC:
-        low -= np.log(num_classes)  # S reaches the number of classes
+        low -= np.log(num_classes)  # S is at most the number of classes
     s = np.arange(low, high, rule.outer_spacing)
     left, right = rule.ends
     margin = 4 * rule.width
@@ -143,7 +144,8 @@ def _lattice(link: Link, dtype: str, num_classes: int) -> _Lattice:
     functions = (lambda x: -np.expm1(-x)), (lambda x: x * np.exp(-x))
     plateaus = [function(x(np.array([right]))[0]) for function in functions]
     rests = [fn(x(f)) - p * steps for fn, p in zip(functions, plateaus, strict=True)]
-    # BLAS's threads would wait for each other longer than they work.
+    # With one thread, because threads of BLAS would wait for each other longer than
+    # they work.
     with threadpool_limits(1, user_api="blas"):
         both = np.linalg.lstsq(densities, np.hstack(rests), rcond=1e-14)[0]
     return _Lattice(
@@ -172,7 +174,7 @@ def _expectation(
     node, (..., J)."""
     densities, cdf = basis
     inner, plateau = (jnp.asarray(x, cdf.dtype) for x in coefficients)
-    # TPUs and GPUs would round the factors otherwise.
+    # By default, TPUs and GPUs would round the factors.
     found = jnp.matmul(densities, inner, precision=lax.Precision.HIGHEST)
     return found + cdf[..., None] * plateau
 
@@ -247,10 +249,11 @@ def _lattice_shares(
 def _outside(link: Link, mean: Array, variance: Array) -> Array:
     """Whether the range of the lattice does not cover log S, by row."""
     if link == EXPONENTIAL:
-        # Means are at most 0: a wide latent may be so far down that it is not reached.
+        # Means are at most 0, but a wide latent may be so low that the lattice does not
+        # reach it.
         top = mean + (_WIDE + 1) * jnp.sqrt(variance)
         return ((variance > _WIDE**2) & (top > _WIDE**2)).any(-1)
-    # What a logistic is at most is in range.
+    # The largest value of a logistic is always in range.
     return (mean - _WIDE * jnp.sqrt(variance)).max(-1) < -(_WIDE**2)
 
 
@@ -290,7 +293,8 @@ def _expected(link: Link, mean: Array, variance: Array) -> Array:
 
 @_expected.defjvp
 def _expected_jvp(link, primals, tangents):
-    # Slopes with the value: no branch has to keep what a backward pass would need.
+    # Slopes are computed together with the value, so that no branch stores what a
+    # backward pass would need.
     wide = partial(expected_log_sum_exp, slopes=True)
     rows = partial(_by_width, link, _lattice_slopes, wide)
     value, *slopes = _by_blocks(rows, link, *primals)

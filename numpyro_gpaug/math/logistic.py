@@ -103,7 +103,7 @@ def _terms(mean: Array, variance: Array) -> tuple[Array, Array, Array]:
 def _terms_of(
     tau: Array, weights: Array, mean: Array, variance: Array
 ) -> tuple[Array, Array, Array]:
-    # The mixture runs along the leading axis: the data axis stays contiguous.
+    # The mixture is the leading axis, so that the data axis is contiguous.
     tau, weights = (x.reshape(x.shape + (1,) * jnp.ndim(mean)) for x in (tau, weights))
     scale_inv = jax.lax.rsqrt(variance + tau * tau)
     z = mean * scale_inv

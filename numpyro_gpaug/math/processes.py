@@ -12,7 +12,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-# Characters by which processes tell each other what they hold.
+# The number of characters of the messages between processes.
 _LONGEST = 4096
 
 

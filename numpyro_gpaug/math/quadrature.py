@@ -17,12 +17,12 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike
 
-# In units of the width of the turn, the density of nodes is
-# 1 / s + BUNCHING / sqrt(TURN^2 + f^2), up to the step.
+# In units of the width of the transition, the density of nodes is 1 / s + BUNCHING /
+# sqrt(TURN^2 + f^2), up to a constant step.
 _TURN = 2.0
 _BUNCHING = 2.0
-# In standard deviations: up to where a peak is well within the nodes about the mean,
-# and how far one is looked for.
+# In standard deviations: the distance up to which a peak is well covered by the nodes
+# around the mean, and the largest distance at which a peak is searched.
 _NEAR, _FAR = 2.5, 64.0
 
 
@@ -113,7 +113,7 @@ def _standard_nodes(
     )
     grid = jnp.linspace(0, 1, num, dtype=dtype)
     away = mean - centre
-    # Otherwise either the step is small anyway or the turn is out of reach.
+    # Otherwise the step is small or the transition is out of reach.
     wide = (scale > width) & (jnp.abs(away) < 2 * reach * scale)
     s = jnp.where(wide, scale / width, 1.0)[..., None]
     shift = jnp.where(wide, away / scale, 0.0)[..., None]
@@ -127,7 +127,7 @@ def _standard_nodes(
     slope = 1 / (1 + _BUNCHING * s / (_TURN * jnp.cosh(u)))
     z = jnp.where(wide[..., None], t - _BUNCHING * u - shift, (2 * grid - 1) * reach)
     log_weights = jnp.where(wide[..., None], jnp.log(slope), 0.0) - 0.5 * z * z
-    # The rule holds for any nodes: derivatives go through the integrand alone.
+    # The rule is valid for any nodes, so derivatives go through the integrand alone.
     return lax.stop_gradient((z, jax.nn.log_softmax(log_weights)))
 
 
@@ -137,7 +137,7 @@ def _peak(log_g: Callable[[Array], Array], mean: Array, scale: Array) -> Array:
     def falls(z: Array) -> Array:
         f, rate = jnp.broadcast_arrays(mean + scale * z, scale)
         slope = jax.jvp(log_g, (f,), (rate,))[1]
-        # Out of the range of the dtype: the peak is nearer to the mean.
+        # Outside of the range of the dtype: the peak is closer to the mean.
         return jnp.where(jnp.isnan(slope), z > 0, slope < z)
 
     def halve(_: int, ends: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -187,7 +187,7 @@ def log_gamma_nodes(shape: Array) -> tuple[Array, Array]:
     a = shape[..., None]
     grid = jnp.linspace(0, 1, num, dtype=shape.dtype)
     q = drop / a
-    # Upper bounds of the roots of exp(x) - x - 1 = q on either side of zero.
+    # Upper bounds of the roots of exp(x) - x - 1 = q on both sides of zero.
     root = jnp.sqrt(2 * q)
     left = jnp.minimum(q + jnp.minimum(1, root), longest)
     x = lax.stop_gradient((left + jnp.log1p(q + root)) * grid - left)

@@ -78,7 +78,7 @@ def filtered(own: Array, links: Array) -> Array:
     eye, steps = _eye(own), own.shape[1]
     links, whitener = split(links)
     noise = None if whitener is None else noise_of(whitener)
-    # Steps that fill the last block have standard normal noise.
+    # Steps that fill up the last block have standard normal noise.
     more = jnp.zeros_like(links) if noise is None else noise - eye
     cut = _cut(own), _cut(links), _cut(more)
 
@@ -93,7 +93,8 @@ def filtered(own: Array, links: Array) -> Array:
         spread = small.inverse(before + weights)
         left, moved = (small.product(spread, x) for x in (before, weights))
         if noise is not None:
-            # The same; numbers that weights leave alone stay exactly as they are.
+            # The same value, but states that the weights do not change stay exactly
+            # equal.
             left = eye - moved
         said = small.product(left.mT, small.product(weights, left))
         said += small.product(moved.mT, small.product(before, moved))
@@ -113,7 +114,7 @@ def filtered(own: Array, links: Array) -> Array:
         return leaving, leaving
 
     by_block = tuple(jnp.moveaxis(x, 1, 0) for x in blocks)
-    # Chains start at a link of zero, whatever is before it.
+    # Chains start with a link of zero, whatever comes before.
     first = jnp.broadcast_to(eye, (len(own), *eye.shape))
     _, leaving = lax.scan(across, first, by_block)
     entering = jnp.concatenate([first[None], leaving])

@@ -22,7 +22,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from numpyro_gpaug.math.processes import told_by_all
 
-# The axes of a mesh that rows and latents are shared out along.
+# The axes of a mesh over which rows and latents are divided.
 ROWS, LATENTS = "rows", "latents"
 
 

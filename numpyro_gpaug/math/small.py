@@ -14,10 +14,10 @@ from jax import Array, lax
 
 from numpyro_gpaug.math import linalg
 
-# Matrices up to this size are taken number by number.
+# The largest size of matrices that are computed entry by entry.
 SMALL = 6
-# In :func:`cholesky_and_inverse` larger matrices than the first are factorised by
-# blocks of some rows, and larger ones than the last by LAPACK.
+# Limits in :func:`cholesky_and_inverse`: above the first size, matrices are factorised
+# by blocks of rows; the number of rows in a block; above the last size, LAPACK is used.
 _BY_ROWS, _BLOCK, _BY_BLOCKS = 24, 8, 512
 
 _Entries = list[list[Any]]
@@ -50,7 +50,7 @@ def inverse(matrix: Array) -> Array:
 
 @inverse.defjvp
 def _inverse_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
-    # The derivative of a division has squares, which may not be finite.
+    # The derivative of a division contains squares, which may not be finite.
     found = inverse(*primals)
     return found, -product(product(found, tangents[0]), found)
 
@@ -109,7 +109,7 @@ def _by_rows(matrix: Array) -> Array:
         given = lax.dynamic_index_in_dim(matrix, k, -2)
         row = jnp.where(places < k, 0, given) - earlier.sum(-2, keepdims=True)
         pivot = lax.dynamic_index_in_dim(row, k, -1)
-        # XLA's rsqrt is biased, and here the errors of all rows would add up.
+        # XLA's rsqrt is biased, and the errors of all rows would add up here.
         scale = jnp.sqrt(1 / jnp.where(pivot > 0, pivot, jnp.nan))
         row = jnp.where(places == k, 1, row) * scale
         return lax.dynamic_update_slice_in_dim(rows, row, k, -2)

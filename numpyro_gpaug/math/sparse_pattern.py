@@ -15,15 +15,15 @@ from jax import Array
 from jax.typing import ArrayLike
 
 _Indices = np.ndarray
-# Parts of the graph up to this size are not cut.
+# The largest size of a part of the graph that is not cut.
 _PART = 8
-# Neighbours of a node that is eliminated before others, at most; and how many nodes
-# there are for each of these, at most.
+# The largest number of neighbours of a node that is eliminated first; and the largest
+# number of nodes for each such node.
 _NEAR, _SHARE = 4, 16
-# Nanoseconds on one core of a CPU: of an operation of a product of matrices, of the
-# cube of a number of pivots, of an entry of a border that is passed on, of an entry of
-# a front that is copied, of a front, and of a group of fronts. The last is mostly the
-# time to compile it, over some hundred runs.
+# Times in nanoseconds on one core of a CPU: for an operation of a matrix product, for
+# the cube of the number of pivots, for an entry of a border that is passed on, for an
+# entry of a front that is copied, for a front, and for a group of fronts. The last is
+# mostly compilation, divided by some hundred runs.
 _PRODUCT, _FACTORISED, _PASSED, _COPIED, _FRONT, _GROUP = 0.025, 0.25, 10, 1.5, 1e3, 1e6
 
 
@@ -93,7 +93,7 @@ class Pattern:
         row = jnp.clip(row, 0, self.size - 1)
         starts = jnp.asarray(self.starts)
         low, high = _at(starts, row), _at(starts, row + 1)
-        # The last entry of a row is on the diagonal, so that a row is never empty.
+        # The last entry of a row is on the diagonal, so no row is empty.
         for _ in range(int(np.diff(self.starts).max()).bit_length()):
             middle = (low + high) // 2
             right = _at(jnp.asarray(self.columns), middle) <= column
@@ -156,7 +156,7 @@ class Pattern:
             near = columns[starts[nodes][:, None] + np.arange(degree)]
             i, j = near[:, :, None], near[:, None]
             found[nodes] = (self.find(i, j) < len(self.rows)).all((1, 2))
-        # The first of neighbours.
+        # The first of two neighbours.
         earlier = found[rows] & found[columns] & (columns < rows)
         found[rows[earlier]] = False
         enough = self.size <= _SHARE * found.sum() and not found.all()
@@ -237,7 +237,7 @@ class Elimination(NamedTuple):
 
 @lru_cache(maxsize=16)
 def _eliminated(pattern: Pattern) -> Elimination:
-    # SciPy's graphs take a while to import.
+    # SciPy's graph functions are slow to import.
     from numpyro_gpaug.math.dissection import dissect
 
     rows, columns = _both_directions(pattern)
@@ -275,7 +275,7 @@ def _hang(
     inner[outer] = False
     deepest = int(depth[inner].max(initial=0))
     near, below = np.full(size, -1), np.arange(size)
-    # The last of several edges counts.
+    # If there are several edges, the last one counts.
     order = np.argsort(depth[columns], kind="stable")
     rows, columns = rows[order], columns[order]
     hung = ~inner[rows]
@@ -283,7 +283,7 @@ def _hang(
     lower = inner[rows] & inner[columns] & (depth[columns] > depth[rows])
     below[rows[lower]] = columns[lower]
     at = below[near]
-    # Those without neighbours are spread out.
+    # Nodes without neighbours are distributed evenly.
     under = np.arange(size) % (1 << deepest)
     under = np.where(near < 0, under, code[at] << (deepest - depth[at]))[outer]
     parents, parent = np.unique(under, return_inverse=True)
@@ -385,10 +385,10 @@ class _Builder:
             )
             self.place[mine], counts = _ranks(self.front[mine], len(codes))
             part, node = np.divmod(borders[top], max(self.size, 1))
-            # Keys by front, not by code.
+            # Keys are numbered by front, not by code.
             self.borders.append(np.searchsorted(codes, part) * self.size + node)
             self.codes.append(codes)
-            # A cut between components has no separator. Its front is padding.
+            # A cut between components has no separator, so its front is padding.
             self.counts.append(int(counts.max(initial=1)))
         self.tops = tops
         sizes = [m * (p + b) * p for m, p, b in map(self._widths, range(len(tops)))]

@@ -16,7 +16,7 @@ from scipy import sparse
 
 from numpyro_gpaug.math.sparse_pattern import Pattern
 
-# The share of a diagonal entry that float32 resolves.
+# The relative resolution of a diagonal entry in float32.
 _RESOLVED = 1e-7
 
 
@@ -49,7 +49,7 @@ def sum_of_terms(terms: Iterable[Any], name: str) -> tuple[Pattern, Array]:
     total: Any = 0
     for (coefficient, _), entries in zip(terms, found, strict=True):
         places = pattern.find(entries.rows, entries.columns)
-        # An entry and its mirror image share a place.
+        # An entry and its mirror image are stored in one place.
         halves = np.where(entries.rows == entries.columns, 1, 0.5)
         values = jnp.asarray(entries.values)
         halved = values * halves.astype(values.dtype)
@@ -74,7 +74,7 @@ def indefinite_node(pattern: Pattern, values: np.ndarray) -> tuple[int, float] |
         return node, float(diagonal[node])
     shape = (pattern.size,) * 2
     lower = sparse.coo_array((values, (pattern.rows, pattern.columns)), shape=shape)
-    # Not exactly singular, which splu refuses.
+    # Slightly positive, because splu refuses exactly singular matrices.
     shift = sparse.diags_array(1e-14 * diagonal)
     matrix = (lower + sparse.tril(lower, -1).T + shift).tocsc()
     decomposition = splu(
@@ -111,7 +111,7 @@ def _entries(matrix: Any, name: str) -> _Entries:
     if len(matrix.shape) != 2 or matrix.shape[0] != matrix.shape[1]:
         raise ValueError(f"{name} has shape {matrix.shape}; expected (n, n)")
     size = matrix.shape[0]
-    # Padding of a BCOO lies outside of the matrix.
+    # The padding of a BCOO lies outside of the matrix.
     inside = np.flatnonzero((places < size).all(-1))
     if len(inside) < len(places):
         places, values = places[inside], values[inside]

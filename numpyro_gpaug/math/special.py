@@ -38,8 +38,8 @@ def horner(coef: Sequence[float] | np.ndarray, x: Array) -> Array:
 
 
 def series_terms(dtype: jnp.dtype) -> int:
-    # |x| <= 1/4 against a radius of pi^2/4: a factor of ten per term, with two
-    # terms in hand for the derivatives.
+    # |x| <= 1/4 and a radius of convergence of pi^2/4 give a factor of ten per term;
+    # two further terms are for the derivatives.
     return 10 if jnp.finfo(dtype).bits <= 32 else 19
 
 

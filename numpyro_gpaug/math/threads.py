@@ -11,9 +11,9 @@ from typing import Any
 
 from threadpoolctl import ThreadpoolController
 
-# Rows from which a second thread saves any of the time of a Cholesky factorisation. Of
-# fewer, threads that share their cores with others wait for each other by spinning: ten
-# to a hundred times as long as the work takes.
+# The number of rows from which a second thread makes a Cholesky factorisation faster.
+# With fewer rows, threads that share their cores with other processes wait for each
+# other by spinning, for ten to a hundred times as long as the work takes.
 LARGE = 400
 
 
@@ -28,8 +28,8 @@ class _OneThread:
     def __enter__(self) -> None:
         with self._lock:
             if not self._inside:
-                # Not threadpoolctl's ``limit``, which asks libraries for all they know:
-                # a fit of a millisecond would notice.
+                # Not threadpoolctl's ``limit``, which examines all libraries: that is
+                # noticeable in a fit of a millisecond.
                 self._before = [(pool, pool.num_threads) for pool in _pools()]
                 for pool, number in self._before:
                     if number != 1:
@@ -50,7 +50,8 @@ _one_thread = _OneThread()
 
 @cache
 def _pools() -> list[Any]:
-    # Whose BLAS JAX calls: pools are found once, among the libraries that are loaded.
+    # JAX calls the BLAS of SciPy. Pools are searched once, among the libraries that are
+    # loaded.
     import scipy.linalg  # noqa: F401
 
     found = ThreadpoolController().lib_controllers

@@ -41,14 +41,15 @@ from numpyro_gpaug.math.linalg import (
     precise,
 )
 
-# The least jitter, in rounding errors: of what random errors of the elements make of
-# the largest eigenvalue, which is about .4 of them; and of the first variance, where
-# all values are equal.
+# The smallest jitter, relative to rounding errors: first for the largest eigenvalue
+# (random errors of the entries change it by about .4 of this measure), second for the
+# first variance if all values are equal.
 _NOISE, _TINY = 1 / 4, 1 / 1024
-# In exact arithmetic every pivot is at least its jitter. Pivots below are rounding
-# errors of the size of it, which the inverse would amplify.
+# In exact arithmetic every pivot is at least its jitter. Smaller pivots are rounding
+# errors, which the inverse would amplify.
 _LEAST_PIVOT, _MOST = 0.95, 2.0**16
-# Above 1/4, or what is left of a variance could be nothing. It is at least .375.
+# Larger than 1/4, because otherwise nothing of a variance might remain. At least .375
+# remains.
 _DAMPING = 0.4
 
 
@@ -114,8 +115,8 @@ class Differenced(NamedTuple):
         first = np.arange(self.near.shape[-1]) == 0
         known = _apart(self.near, across) + self.constant * first
         projection = jnp.einsum("...ij,...nj->...in", self.factor, known)
-        # Given the first value, which may have most of a variance: no term is larger
-        # than deviations are.
+        # Given the first value, which may explain most of a variance, so no term is
+        # larger than deviations.
         with_first, constant = across[..., 0], self.constant[..., 0]
         slopes = (with_first - self.first) / (constant + self.first)
         left = own - (with_first + slopes * (constant + with_first))
@@ -152,7 +153,8 @@ def differenced(deviation: Array, own: Array, constant: Array) -> Differenced:
     """
     size, eps = deviation.shape[-1], float(jnp.finfo(deviation.dtype).eps)
     places = np.arange(size)
-    # Variances of differences, but for what those from one value have in common.
+    # Variances of differences, without the part that differences from one common value
+    # share.
     apart = own[..., None, :] - 2 * deviation
     near = jnp.where(places < places[:, None], apart, jnp.inf).argmin(-1)
     gram = _apart(near, _apart(near, deviation).mT)
@@ -215,19 +217,19 @@ def _factorised(matrix: Array, least: Array, spread: Array) -> tuple[Array, Arra
 
 
 def _first_unspoilt(matrix: Array, least: Array, spread: Array) -> tuple[Array, Array]:
-    # Made here: a literal becomes a constant of the loop, and JAX's custom batching
-    # does not take constants that a scan under vmap carries along.
+    # Created here: a literal would become a constant of the loop, and JAX's custom
+    # batching does not support constants in a scan under vmap.
     eye = jnp.eye(matrix.shape[-1], dtype=matrix.dtype)
 
     def spoilt(trial: tuple[Array, Array]) -> Array:
         factor, following = trial
-        # Of a matrix that is not positive definite pivots are NaN.
+        # If a matrix is not positive definite, pivots are NaN.
         kept = (jnp.square(factor) >= _LEAST_PIVOT / 2 * following * eye).all()
         return ~kept & (following < 2 * _MOST * least)[0, 0]
 
     def attempt(trial: tuple[Array, Array]) -> tuple[Array, Array]:
         _, jitter = trial
-        # LAPACK reads columns: the transpose of an array of rows needs no copy.
+        # LAPACK reads columns, so the transpose of an array of rows needs no copy.
         raised = (matrix + jitter * spread).mT
         return jnp.linalg.cholesky(raised, symmetrize_input=False), 2 * jitter
 

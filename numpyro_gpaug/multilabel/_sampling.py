@@ -110,7 +110,8 @@ class LabelSampler:
         self._starts = labels.indptr.astype(np.int64)
         self._counts = np.diff(self._starts)
         self._labels = labels.indices
-        # Negatives below each positive label, made to increase over rows as well.
+        # The number of negatives below each positive label, shifted so that it also
+        # increases over rows.
         place = np.arange(labels.nnz) - np.repeat(self._starts[:-1], self._counts)
         row = np.repeat(np.arange(size), self._counts)
         self._below = row * (num_labels + 1) + (self._labels - place)
@@ -148,8 +149,8 @@ class LabelSampler:
     def _negatives(self, rows: np.ndarray, ranks: np.ndarray) -> np.ndarray:
         """Return the labels with given ranks among the negative labels of each row, (B,
         L)."""
-        # Before the negative of rank r are r negatives, and the positives that have at
-        # most r negatives below them.
+        # The negative of rank r comes after r negatives and after the positives that
+        # have at most r negatives below them.
         keys = rows[:, None] * (self._shape[1] + 1) + ranks
         positives = np.searchsorted(self._below, keys, "right")
         return ranks + positives - self._starts[rows][:, None]
@@ -166,8 +167,8 @@ def distinct_integers(
     """
     result = np.empty((len(limits), size), np.int64)
     few = limits < 2 * size
-    # Where most integers are taken, rejection is slow, and sorting random keys is not
-    # more than twice the work that the result is.
+    # If most integers are taken, rejection is slow, and sorting random keys takes at
+    # most twice the work of producing the result.
     keys = rng.random((np.count_nonzero(few), 2 * size))
     keys[np.arange(2 * size) >= limits[few][:, None]] = 2
     result[few] = np.argsort(keys, axis=1)[:, :size]
@@ -223,7 +224,8 @@ def prefetch(
     return _prefetch(iter(iterable), size, timeout)
 
 
-# Seconds that a thread has for the item it is at, when no more are wanted.
+# The time in seconds that a thread gets to finish its current item when no more are
+# wanted.
 _LAST = 10.0
 
 
@@ -243,13 +245,14 @@ def _prefetch(items: Iterator[T], size: int, timeout: float | None) -> Iterator[
                 item, error = end, raised
             ready.put((item, error))
 
-    # A daemon: one that hangs cannot be ended, and Python would wait for it.
+    # A daemon thread, because a hanging thread cannot be stopped and Python would wait
+    # for it.
     thread = Thread(target=prepare, daemon=True)
     thread.start()
     patience = _LAST
     try:
         while True:
-            # None for what hangs, whether time is up or it is Ctrl-C that ends this.
+            # A hanging thread gives None, after the time limit or after Ctrl-C.
             patience = 0.0
             item, error = _within(timeout, ready)
             patience = _LAST

@@ -273,12 +273,12 @@ def propensity_scored_precision_at_k(
 
 @partial(jax.jit, static_argnames="k")
 def _merge(best: TopK, new: jax.Array, start: int, k: int) -> TopK:
-    # lax.top_k holds -0 for less than 0.
+    # lax.top_k orders -0 below 0.
     new = jnp.where(new == 0, 0, new)
     scores = jnp.concatenate([best.scores, new], 1)
     labels = start + jnp.arange(new.shape[1], dtype=jnp.int32)
     labels = jnp.concatenate([best.labels, jnp.broadcast_to(labels, new.shape)], 1)
-    # Of equal ones it takes the first, which is the smaller label.
+    # Among equal scores it takes the first, which is the smaller label.
     scores, places = jax.lax.top_k(scores, min(k, scores.shape[1]))
     return TopK(jnp.take_along_axis(labels, places, 1), scores)
 

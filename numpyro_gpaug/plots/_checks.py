@@ -117,7 +117,8 @@ def plot_reliability(
         curve = reliability_curve(p, y, bins)
         hits = np.nan_to_num(curve.observed) * curve.counts
         ends = beta.interval(0.9, hits + 0.5, curve.counts - hits + 0.5)
-        x = curve.predicted + 0.012 * (i - middle)  # where methods agree
+        # so that methods with equal values remain visible
+        x = curve.predicted + 0.012 * (i - middle)
         ax.vlines(x, *ends, color=color, lw=1.5, alpha=0.5)
         sizes = 15 + 120 * curve.counts / num_data
         ax.scatter(x, curve.observed, sizes, color, label=name, zorder=3)

@@ -122,7 +122,8 @@ def plot_predictive(
     grid = _sorted_column("X", X)
     prediction = posterior.predict_y(grid, site=site)
     mean = np.asarray(prediction.mean)
-    if mean.shape != (len(grid),) or np.isnan(mean).all():  # NumPyro's mean of classes
+    # NumPyro's mean of a categorical distribution
+    if mean.shape != (len(grid),) or np.isnan(mean).all():
         raise ValueError(
             f"the prediction, a {type(prediction).__name__}, has a mean of shape "
             f"{mean.shape}; expected one number per input, ({len(grid)},)"

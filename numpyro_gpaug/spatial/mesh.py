@@ -18,10 +18,10 @@ from numpyro_gpaug._display import Displayed, Rows
 from numpyro_gpaug.spatial.polygons import contains
 from numpyro_gpaug.spatial.triangulation import doubled_areas, graded, smallest_angle
 
-# A point outside of every triangle by less than this share of one counts as inside.
+# A point outside of all triangles by less than this share of one counts as inside.
 _TOLERANCE = 1e-3
-# Cells of the grid for the search have at most so many triangles, unless there would be
-# more cells than the second number times the triangles.
+# The largest number of triangles in a cell of the search grid; and the largest number
+# of cells per triangle.
 _CANDIDATES, _CELLS = 24, 8
 
 
@@ -164,7 +164,7 @@ class Mesh(Displayed):
         doubled = doubled_areas(nodes, triangles)
         mass = np.bincount(triangles.ravel(), np.repeat(doubled / 6, 3), size)
         corners = nodes[triangles]
-        # The edge opposite of each corner.
+        # The edge opposite to each corner.
         edges = np.roll(corners, -2, 1) - np.roll(corners, -1, 1)
         blocks = edges @ np.swapaxes(edges, 1, 2) / (2 * doubled[:, None, None])
         rows = np.repeat(triangles, 3, axis=1).ravel()
@@ -343,7 +343,7 @@ def _touch(corners: np.ndarray, low: np.ndarray, cell: float) -> np.ndarray:
     """
     sides = np.roll(corners, -1, 1) - corners
     inward = np.stack([-sides[..., 1], sides[..., 0]], -1)
-    # The corner of the square that is furthest inwards.
+    # The innermost corner of the square.
     furthest = low[:, None] + cell * (inward > 0)
     distance = ((furthest - corners) * inward).sum(-1)
     tolerance = 1e-3 * cell * np.linalg.norm(inward, axis=-1)

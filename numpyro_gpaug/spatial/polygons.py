@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
-# Corners of a circle.
+# The number of corners of a circle.
 _CORNERS = 32
 
 
@@ -95,7 +95,7 @@ def moments(polygon: np.ndarray) -> tuple[float, np.ndarray]:
     """Return the signed area of a polygon, and the integral of the position over it."""
     if len(polygon) < 3:
         return 0.0, np.zeros(2)
-    # Relative to a vertex: areas may be much smaller than coordinates.
+    # Relative to a vertex, because areas may be much smaller than coordinates.
     relative = polygon - polygon[0]
     after = np.roll(relative, -1, 0)
     cross = relative[:, 0] * after[:, 1] - relative[:, 1] * after[:, 0]

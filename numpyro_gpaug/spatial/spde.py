@@ -231,7 +231,8 @@ class SPDE(Displayed):
             another shape.
         """
         nodes, weights = self.mesh.project(X)
-        # Each value depends on three nodes, which is what a guide reads from this.
+        # Each value depends on three nodes. The guide recognises the sparse form from
+        # this sum.
         values = sum(self.v[nodes[:, k]] * weights[:, k] for k in (0, 1, 2))
         return numpyro.deterministic(self.name, self.scale * values)
 

@@ -10,12 +10,13 @@ from numpyro_gpaug.spatial import polygons
 # The spacing of nodes, relative to the longest edge. Edges at the seam between lattice
 # and rings are up to 1.38 times as long as the spacing.
 _SHORTER = 0.72
-# By how much the spacing grows with the distance from the inner region. Larger numbers
-# make triangles with angles below 28 degrees.
+# The relative growth of the spacing with the distance from the inner region. Larger
+# values give triangles with angles below 28 degrees.
 _GROWTH = 0.35
 # The distance of the lattice from the first ring, in spacings.
 _GAP = 0.6
-# Rounds in which points between lattice and rings move to the mean of their triangles.
+# The number of rounds in which points between the lattice and the rings move to the
+# mean of their triangles.
 _ROUNDS = 10
 
 
@@ -89,7 +90,7 @@ def _lattice(border: np.ndarray, spacing: float) -> np.ndarray:
     columns, rows = np.ceil((high - low) / step).astype(int) + 1
     j, i = np.mgrid[:rows, :columns]
     places = np.stack([i + 0.5 * (j % 2), j], -1).reshape(-1, 2) * step
-    # Centred, so that symmetric data get a symmetric mesh.
+    # Centred, so that symmetric data have a symmetric mesh.
     places += (low + high) / 2 - places.mean(0)
     return places[polygons.depth(border, places) > _GAP * spacing]
 

@@ -15,10 +15,11 @@ from jax.typing import ArrayLike
 
 RULES = ("midpoint", "upper")
 
-# Standard deviations that hold all of a normal variable, and the points per Gaussian.
+# The number of standard deviations that contain a normal variable, and the number of
+# points per Gaussian.
 _REACH = 9.0
 _POINTS = 6001
-# Of the error, how much the outer cells may take.
+# The shares of the error that the outer cells may have.
 _SHARES = (0.05, 0.2, 0.5, 0.8)
 
 

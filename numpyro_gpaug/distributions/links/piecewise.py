@@ -99,7 +99,7 @@ class PiecewiseLink:
         """
         edges = equal_edges(num_pieces, lower, upper)
         at = knots(edges, rule)
-        # A model is traced: constants have to stay known, to be checked.
+        # Models are traced, but constants must be known so that they can be checked.
         with jax.ensure_compile_time_eval():
             heights = jnp.asarray(function(jnp.asarray(at, jnp.result_type(float))))
         if heights.shape != at.shape:
@@ -229,7 +229,7 @@ class PiecewiseLink:
         jumps = jnp.where(reached, jnp.diff(values, axis=-1), 0)
         beyond = jnp.where(z < 0, -tail, tail)
         at_mean = (z < 0).sum(-1, keepdims=True)
-        # Not indexed: the gradient of that is a scatter.
+        # Without indexing, because its gradient would be a scatter.
         here = jnp.arange(self.num_pieces) == at_mean
         centre = jnp.where(here, values, 0).sum(-1)
         return centre + (beyond * jumps).sum(-1)
@@ -278,7 +278,7 @@ class PiecewiseLink:
         zero = jnp.zeros_like(z[..., :1])
         first = _differences(zero, density, zero)
         second = _differences(zero, z * density, zero)
-        # With x_k as the origin of cell k: nothing of the size of the range cancels.
+        # With x_k as the origin of cell k, no value as large as the range cancels.
         at = jnp.asarray(knots(self.edges, rule), p.dtype)
         away = jnp.asarray(mean, p.dtype)[..., None] - at
         square = jnp.square(scale) * (p - second) - 2 * scale * away * first

@@ -135,7 +135,7 @@ def greedy(X: ArrayLike, num_inducing: int, *, kernel: Any) -> jax.Array:
     """
     rows = jnp.asarray(_distinct_rows(X, num_inducing)[0])
     kernel = as_kernel(kernel)
-    # A function written for one-dimensional inputs gets them as the user has them.
+    # Functions for one-dimensional inputs receive them in the user's shape.
     points = rows[:, 0] if np.ndim(X) == 1 else rows
     prior = jnp.asarray(kernel(points))
     if prior.shape != (len(rows),):

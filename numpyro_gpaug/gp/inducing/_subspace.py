@@ -24,13 +24,13 @@ from ._choice import held_dtype, kmeans, quiet_and_repeatable, rows_to_keep, som
 
 Method = Literal["svd", "clusters"]
 
-# A pass over the data holds this many entries of it at once (32 MiB in float64), and
-# multiplies by so many columns at a time: SciPy's products read a row of the columns
-# for every entry, and short rows cost as much as long ones.
+# The number of entries in one block of a pass over the data (32 MiB in float64), and
+# the number of columns in one product. SciPy's products read a row of the columns for
+# every entry, and short rows cost as much as long ones.
 _BLOCK_ENTRIES = 2**22
 _BLOCK_COLUMNS = 256
 
-# Each holds as many columns of D entries.
+# Each thread holds this many columns of D entries.
 _MOST_THREADS = 4
 
 # Directions beyond the rank, and passes, of the randomised iteration. Its error falls
@@ -308,7 +308,7 @@ def _singular_directions(X: Any, rank: int, seed: int) -> np.ndarray:
     dtype = np.float32 if X.dtype == np.float32 else np.float64
     W = np.random.default_rng(seed).normal(size=(X.shape[1], size)).astype(dtype)
     for _ in range(_PASSES - 1):
-        # Keeps the columns apart as QR would, at a fraction of its cost.
+        # LU keeps the columns independent, as QR would, in a fraction of the time.
         W = lu(_gram_product(X, W), permute_l=True)[0]
     W = np.linalg.qr(_gram_product(X, W).astype(np.float64))[0]
     # Rayleigh-Ritz: the best directions within the span.
@@ -323,7 +323,7 @@ def _cluster_directions(X: Any, rank: int, seed: int) -> np.ndarray:
     if sparse.issparse(X):
         X = _for_scikit_learn(canonical(X))
     for _ in _blocks(X, X.dtype):
-        pass  # scikit-learn's error for NaN does not say where.
+        pass  # Read once more, because scikit-learn's error for NaN does not say where.
     estimator = MiniBatchKMeans(
         rank, batch_size=max(1024, rank), n_init=1, compute_labels=False,
         random_state=seed,

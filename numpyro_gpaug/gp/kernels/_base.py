@@ -117,7 +117,7 @@ class _Algebra:
         return _combine(Sum, self, other)
 
     def __radd__(self, other: Any) -> Any:
-        # The builtin sum starts from 0, which is no valid variance.
+        # The builtin sum starts from 0, which is not a valid variance.
         if isinstance(other, numbers.Real) and other == 0:
             return self
         return _combine(Sum, other, self)
@@ -198,7 +198,7 @@ class Matrix(_Algebra):
     ) -> jax.Array:
         for name, value in self._hyperparameters():
             _check(type(self).__name__, name, value)
-        # The conversion makes new objects.
+        # Compared before the conversion, which makes new objects.
         same = X is Z
         if Z is None:
             (X,) = _inputs(X)

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 
 from ._base import matmul
 
-# Up to here differences cost no more than a matrix product, and they do not cancel in
-# float32 when the lengthscale is short against the spread of the inputs.
+# With at most this many columns, differences cost no more than a matrix product. They
+# do not cancel in float32 if the lengthscale is short relative to the spread of the
+# inputs.
 PAIRWISE_COLUMNS = 8
 
 
@@ -54,7 +55,7 @@ def matmul_form(
         weighted = Z
         X_norms = jnp.sum(jnp.square(X), -1, keepdims=True)
     else:
-        # Weighting one side only leaves X without the axis of latents.
+        # Weights on one side only leave X without the axis of latents.
         weights = 1 / jnp.square(lengthscale)
         weighted = Z * weights[..., None, :]
         X_norms = matmul(jnp.square(X), weights[..., None])

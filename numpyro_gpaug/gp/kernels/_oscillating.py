@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 from ._base import Constant, Matrix, pytree
 from ._stationary import Periodic
 
-# Nodes of the integrals of Fourier coefficients.
+# The number of nodes of the integrals for Fourier coefficients.
 _NODES = 256
 
 

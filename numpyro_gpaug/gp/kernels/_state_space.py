@@ -47,10 +47,10 @@ from ._base import Constant, Product, Sum
 from ._oscillating import Cosine, Oscillator
 from ._stationary import Matern12, Matern32, Matern52, Periodic
 
-# Up to here an incomplete gamma function is summed from its series.
+# Up to this value, the series gives an incomplete gamma function.
 _NEAR = 8.0
 _TERMS = 42
-# The least variance of a state's first noise: squares of ratios must be finite.
+# The smallest variance of the noise of a first state: squares of ratios must be finite.
 _LEAST = {"float32": 1e-30, "float64": 1e-120}
 _RULE = np.polynomial.legendre.leggauss(10)
 
@@ -107,7 +107,7 @@ class Matern(NamedTuple):
     def transition(self, dt: Array) -> Array:
         x = (self.rate * dt)[..., None, None]
         size = self.order + 1
-        # The derivative of e^-x x^k / k!; its powers beyond the order are zero.
+        # The derivative of e^-x x^k / k!; higher powers are zero.
         nilpotent = np.eye(size) + np.eye(size, k=1)
         nilpotent[-1] -= [math.comb(size, k) for k in range(size)]
         power, total = np.eye(size), jnp.zeros_like(x)
@@ -120,7 +120,7 @@ class Matern(NamedTuple):
         x = jnp.maximum(self.rate * dt, self._least(dt))
         top = 2 * self.order
         integrals = [m * x ** (k + 1) for k, m in enumerate(_integrals(x, top))]
-        # Responses to an impulse, apart from e^-x, as polynomials.
+        # Impulse responses without the factor e^-x, as polynomials.
         response = [np.polynomial.Polynomial([0] * self.order + [1.0])]
         response[0] /= math.factorial(self.order)
         for _ in range(self.order):
@@ -151,7 +151,7 @@ def _integrals(x: Array, top: int) -> list[Array]:
     whole = math.factorial(top) / far ** (top + 1) * (1 - jnp.exp(-far) * lost)
     found = [jnp.where(y < _NEAR, series, whole)]
     for m in range(top, 0, -1):
-        # By parts, as a sum of positive terms.
+        # Integration by parts gives a sum of positive terms.
         found.append((y * found[-1] + jnp.exp(-y)) / m)
     return found[::-1]
 
@@ -275,7 +275,8 @@ class Term(NamedTuple):
         noise = self.noise(dt)
         if start is not None:
             noise = jnp.where(start[..., None, None], self.covariance, noise)
-        # In constant units first: their squares would not be finite in derivatives.
+        # First in constant units, because the derivatives contain squares that might
+        # not be finite.
         units = lax.stop_gradient(1 / jnp.sqrt(diagonal(noise)))
         noise = noise * units[..., :, None] * units[..., None, :]
         scale = jnp.sqrt(diagonal(noise))
@@ -283,7 +284,7 @@ class Term(NamedTuple):
         return self._deviation(dt.dtype) * scale / units, small.cholesky(noise)
 
     def _deviation(self, dtype: Any) -> Array:
-        # Units of a state are positive even if its variance is zero.
+        # The units of a state are positive even if its variance is zero.
         least = float(jnp.finfo(dtype).tiny) ** 0.5
         return jnp.sqrt(jnp.maximum(jnp.asarray(self.variance, dtype), least))
 
@@ -294,7 +295,7 @@ class Term(NamedTuple):
         if not self.factors:
             found *= self._deviation(t.dtype)
         for period in self.periods:
-            # Of large times only the remainder has digits.
+            # For large times, only the remainder keeps its digits.
             angle = 2 * math.pi * (jnp.remainder(t, period) / period)
             pair = jnp.stack([jnp.cos(angle), jnp.sin(angle)], -1)
             found = (found[..., None] * pair[..., None, :]).reshape(*t.shape, -1)

@@ -18,9 +18,9 @@ from numpyro_gpaug.math.linalg import safe_sqrt, valued
 from ._base import Matrix, pytree
 from ._distances import PAIRWISE_COLUMNS, centre, matmul_form, pairwise_form
 
-# Above it the exponential less 1 is summed from its series.
+# Above this value, the series gives exp(x) - 1.
 _CLOSE = -0.5
-# Up to here one less a Matern correlation is a sum of terms that cancel.
+# Up to this value, one minus a Matern correlation would be a sum of terms that cancel.
 _NEAR = 2.5
 _TERMS = 20
 
