@@ -21,6 +21,8 @@ from numpyro_gpaug.gaussians import Chain as Structure
 from numpyro_gpaug.gaussians import Layout
 from numpyro_gpaug.gaussians.rows import Rows
 from numpyro_gpaug.gp.chain import Chain
+from numpyro_gpaug.model.latents import GaussianSite, Grouping
+from numpyro_gpaug.model.latents import Structure as ModelStructure
 from tests.conftest import enable_x64
 
 # Unsorted, some of them equal; steps from 1e-12 to 10 lengthscales and more.
@@ -225,6 +227,122 @@ def test_counts_like_those_of_a_dense_process(dtype):
         expected = dense.predict_f(*new, site=site, **given)
         np.testing.assert_allclose(found.mean, expected.mean, atol=tolerance)
         np.testing.assert_allclose(found.variance, expected.variance, atol=tolerance)
+
+
+def sensors(t, u, y=None, z=None):
+    """Two sensors, each with its own times, and a common level."""
+    level = numpyro.sample("level", dist.Normal(0, 1))
+    f = gpaug.GaussianProcess("f", kernels.Matern32(2.0, 1.5), markov=True)(t)
+    g = gpaug.GaussianProcess("g", kernels.Matern12(3.0), markov=True)(u)
+    with numpyro.plate("of_f", len(t)):
+        numpyro.sample("y", dist.Normal(level + f, 0.3), obs=y)
+    with numpyro.plate("of_g", len(u)):
+        numpyro.sample("z", dist.Normal(level + g, 0.5), obs=z)
+
+
+def test_the_order_of_processes_in_turn():
+    """The second has fewer numbers: those that it has not are standard normal."""
+    sites = [("f.v", (3, 2)), ("g.v", (2, 1))]
+    turns = tuple((name, (0,)) for name, _ in sites)
+    steps = tuple(Grouping((turn,), correlated=True) for turn in turns)
+    whole = Grouping(turns, correlated=True, in_turn=True)
+    structure = (
+        ModelStructure((), (), (), {}, {}, {}, joint=True, dtype=np.float32)
+        .with_sites(tuple(GaussianSite(k, x, x, local=False) for k, x in sites))
+        .in_steps(steps)
+        .in_form(Structure(Layout(0, 0, 0), correlated=True), (whole,))
+    )
+    assert structure.form.layout == Layout(5, 2, 0, 5)
+    rng = np.random.default_rng(0)
+    numbers = {k: rng.normal(size=x).astype(np.float32) for k, x in sites}
+    flat = structure.joined(numbers)
+    np.testing.assert_array_equal(flat[6:].reshape(2, 2)[:, :1], numbers["g.v"])
+    for name, x in structure.split(flat).items():
+        np.testing.assert_array_equal(x, numbers[name])
+    links = [rng.normal(size=(1, 3, 2, 5)), rng.normal(size=(1, 2, 1, 3))]
+    links[0][:, :, 0, 3] = 0  # whiteners are lower triangles
+    found = np.asarray(structure.whole_links(tuple(map(np.float32, links))))
+    np.testing.assert_allclose(found[:, :3], links[0], rtol=1e-6)
+    np.testing.assert_allclose(found[:, 3:, :1, [0, 2, 4]], links[1], rtol=1e-6)
+    np.testing.assert_array_equal(found[0, 3:, 1], [[0, 0, 0, 1, 1]] * 2)
+
+
+@pytest.mark.slow
+def test_processes_at_different_times_are_one_chain(dtype, tmp_path):
+    """The steps of the one follow those of the other, whose states are larger."""
+    t, u = T, 3 + 0.7 * T[:50]
+    y, z, new = REAL, np.cos(u), np.asarray(T_NEW, dtype)
+    data = tuple(np.asarray(x, dtype) for x in (t, u, y, z))
+    guide = gpaug.AutoLatentGaussian(sensors)
+    svi = gpaug.ConjugateSVI(sensors, guide)
+    result = svi.run(jax.random.key(0), 3, *data, progress_bar=False)
+    assert "a chain of 170 steps of 2 (f.v, g.v), 1 others dense" in str(guide)
+    svi.posterior(result).save(tmp_path / "fit")
+    posterior = gpaug.Posterior.load(tmp_path / "fit", sensors)
+    with enable_x64(True):
+        given = [np.asarray(x, float) for x in data]
+        of_f, of_g = (
+            np.asarray(kernel(x, x)) for kernel, x in (
+                (kernels.Matern32(2.0, 1.5), np.concatenate([given[0], new])),
+                (kernels.Matern12(3.0), np.concatenate([given[1], new])),
+            )
+        )  # fmt: skip
+    cuts, noise = (len(t), len(u)), np.repeat([0.09, 0.25], [len(t), len(u)])
+    whole = np.ones((170, 170)) + np.diag(noise)
+    whole[: cuts[0], : cuts[0]] += of_f[: cuts[0], : cuts[0]]
+    whole[cuts[0] :, cuts[0] :] += of_g[: cuts[1], : cuts[1]]
+    seen = np.concatenate(given[2:])
+    law = scipy.stats.multivariate_normal(np.zeros(170), whole)
+    tolerance = {"float32": 1e-4, "float64": 1e-9}[dtype]
+    np.testing.assert_allclose(-result.losses[-1], law.logpdf(seen), rtol=tolerance)
+    rows = slice(cuts[0]), slice(cuts[0], None)
+    for site, covariance, cut, own in zip("fg", (of_f, of_g), cuts, rows, strict=True):
+        cross = np.zeros((170, len(new)))
+        cross[own] = covariance[:cut, cut:]
+        gain = np.linalg.solve(whole, cross).T
+        found = posterior.predict_f(new, new, site=site)
+        spread = np.diag(covariance)[cut:] - (gain * cross.T).sum(-1)
+        np.testing.assert_allclose(found.mean, gain @ seen, atol=2 * tolerance)
+        np.testing.assert_allclose(found.variance, spread, atol=2 * tolerance)
+
+
+def trend(t, u, y=None, z=None, *, times=None):
+    """Sensors with a common trend, at all times, and deviations of their own."""
+
+    def process(name, kernel):
+        return gpaug.GaussianProcess(name, kernel, times, markov=True)
+
+    f, g = process("f", kernels.Matern32(2.0)), process("g", kernels.Matern12(3.0))
+    f, g = f(t), g(u)
+    both = process("both", kernels.Matern52(3.0, 1.5))(jnp.concatenate([t, u]))
+    with numpyro.plate("of_f", len(t)):
+        numpyro.sample("y", dist.Normal(both[: len(t)] + f, 0.3), obs=y)
+    with numpyro.plate("of_g", len(u)):
+        numpyro.sample("z", dist.Normal(both[len(t) :] + g, 0.5), obs=z)
+
+
+@pytest.mark.slow
+def test_processes_that_are_given_the_same_times_are_one_chain():
+    """No datum depends on the deviations of two sensors."""
+    given = (np.asarray(x, np.float32) for x in (T[:40], T[40:70], REAL[:70]))
+    t, u, seen = given
+    both = np.concatenate([t, u])
+    guide = gpaug.AutoLatentGaussian(trend)
+    result = gpaug.ConjugateSVI(trend, guide).run(
+        jax.random.key(0), 3, t, u, seen[:40], seen[40:], times=np.unique(both),
+        progress_bar=False,
+    )  # fmt: skip
+    assert "of 6 (both.v, f.v, g.v), 0 others dense" in str(guide)
+    with enable_x64(True):
+        times = both.astype(float)
+        whole = np.array(kernels.Matern52(3.0, 1.5)(times, times))
+        for own, kernel in (
+            (slice(40), kernels.Matern32(2.0)), (slice(40, 70), kernels.Matern12(3.0))
+        ):  # fmt: skip
+            whole[own, own] += kernel(times[own], times[own])
+    whole += np.diag(np.repeat([0.09, 0.25], [40, 30]))
+    law = scipy.stats.multivariate_normal(np.zeros(70), whole)
+    np.testing.assert_allclose(-result.losses[-1], law.logpdf(seen), rtol=1e-4)
 
 
 @pytest.mark.slow

@@ -118,7 +118,16 @@ def find_form(structure: Structure, asked: Asked, purpose: Purpose) -> Structure
         return structure
     members = [_group_of_data(answer, asked.pairs) for answer in told]
     found = _groupings(structure, zip(singles, members, strict=True))
-    forms = [_groups(structure, found, chains), _chain(structure, found, chains)]
+    reached = {
+        steps: member >= 0
+        for steps, member in zip(singles, members, strict=True)
+        if steps in chains and member is not None
+    }
+    forms = [
+        _groups(structure, found, chains),
+        _chain(structure, found, chains),
+        _in_turn(structure, found, reached),
+    ]
     known = sorted(
         (form for form in forms if form is not None),
         key=lambda form: (form.cost(rows), form.form.largest_matrix),
@@ -322,6 +331,31 @@ def _chain(
     return ordered.in_form(form, (first, *chosen))
 
 
+def _in_turn(
+    structure: Structure, found: list[Grouping], reached: dict[Grouping, np.ndarray]
+) -> Structure | None:
+    """Take the steps of several processes one after the other as one chain, if no datum
+    depends on two of them; ``None`` if there are no such processes.
+
+    :param structure: the dense structure of a model.
+    :param found: groupings, which may have sites in common.
+    :param reached: whether each predictor depends on a chain, by chain.
+    """
+    chosen: list[Grouping] = []
+    for steps in sorted(reached, key=structure.members, reverse=True):
+        apart = not any((reached[steps] & reached[x]).any() for x in chosen)
+        if steps.correlated and apart:
+            chosen.append(steps)
+    if len(chosen) < 2:
+        return None
+    sites = tuple(site for steps in chosen for site in steps.sites)
+    first = Grouping(sites, correlated=True, in_turn=True)
+    others = _disjoint(structure, _apart(found, tuple(reached)))
+    ordered = structure.in_steps(tuple(chosen))
+    form = Chain(Layout(0, 0, 0), correlated=True)
+    return ordered.in_form(form, (first, *others))
+
+
 def _disjoint(structure: Structure, found: list[Grouping]) -> list[Grouping]:
     """Return groupings of different sites, the largest first."""
     chosen: list[Grouping] = []
@@ -386,23 +420,35 @@ def _groupings(
     for single, group in members:
         if group is None:
             continue
-        name = single.sites[0][0]
-        for i, (other, seen) in enumerate(known):
-            alike = [Grouping(g.sites) for g in (other, single)]
-            same = other[1:] == single[1:]
-            same &= len({structure.members(g) for g in alike}) == 1
-            both = (group >= 0) & (seen >= 0)
-            again = name in dict(other.sites)
-            # New rows have other members of the one, not of the other.
-            first = structure.site(other.sites[0][0])
-            same &= structure.site(name).local == first.local
-            if same and not again and (group == seen)[both].all() and both.any():
-                merged = other._replace(sites=other.sites + single.sites)
-                known[i] = merged, np.maximum(group, seen)
-                break
-        else:
-            known.append((single, group))
+        place = len(known)
+        both = single, group
+        # Sites that share no datum may be joined by a third.
+        while fitting := [i for i, x in enumerate(known) if _alike(structure, x, both)]:
+            place = fitting[0]
+            (one, seen), (other, group) = known.pop(place), both
+            both = one._replace(sites=one.sites + other.sites), np.maximum(seen, group)
+        known.insert(place, both)
     return [grouping for grouping, _ in known]
+
+
+def _alike(
+    structure: Structure,
+    one: tuple[Grouping, np.ndarray],
+    other: tuple[Grouping, np.ndarray],
+) -> bool:
+    """Whether the data that depend on sites of two groupings depend on the same member
+    of both."""
+    (first, seen), (second, group) = one, other
+    if first[1:] != second[1:] or not dict(first.sites).keys().isdisjoint(
+        dict(second.sites)
+    ):
+        return False
+    members = [structure.members(Grouping(g.sites)) for g in (first, second)]
+    # New rows have other members of the one, not of the other.
+    local = [structure.site(g.sites[0][0]).local for g in (first, second)]
+    both = (group >= 0) & (seen >= 0)
+    same = bool((group == seen)[both].all() and both.any())
+    return same and members[0] == members[1] and local[0] == local[1]
 
 
 def _axes(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:

@@ -373,7 +373,7 @@ def _check_members(structure: Structure, grouping: Grouping) -> None:
     """
     alone = [Grouping((site,)) for site in grouping.sites]
     found = {g.sites[0][0]: structure.members(g) for g in alone}
-    if len(set(found.values())) > 1:
+    if not grouping.in_turn and len(set(found.values())) > 1:
         raise ValueError(
             f"sites {[*found]} had equal lengths when the guide was set up (the "
             "steps of a walk and their noise, effects of one plate), and have "

@@ -51,6 +51,9 @@ class Grouping(NamedTuple):
     :param most: the number of members that a datum depends on at most.
     :param correlated: whether the members are steps whose noise has covariances of its
         own.
+    :param in_turn: whether the members are those of the first site, then those of the
+        second, and so on, each with numbers of its own site. Numbers that a site has
+        not are standard normal, and no datum depends on them.
     """
 
     sites: tuple[tuple[str, tuple[int, ...]], ...]
@@ -59,6 +62,12 @@ class Grouping(NamedTuple):
     colours: str = ""
     most: int = 1
     correlated: bool = False
+    in_turn: bool = False
+
+    @property
+    def alone(self) -> tuple[Grouping, ...]:
+        """The groupings of its single sites."""
+        return tuple(self._replace(sites=(site,), in_turn=False) for site in self.sites)
 
     @property
     def classes(self) -> np.ndarray:
@@ -199,7 +208,6 @@ class Structure:
             self.members(p) * self.each(p) if isinstance(p, Grouping) else prod(p.shape)
             for p in self._parts
         )
-        steps = self.along(self.recurrences[0])[1] if self.recurrences else 1
         layout = Layout(0, 0, total)
         if self.form.all_groupings:
             nodes = sum(self.members(g) * self.each(g) for g in self.groupings)
@@ -207,11 +215,21 @@ class Structure:
         elif self.groupings:
             first = self.groupings[0]
             groups, each = self.members(first), self.each(first)
-            layout = Layout(groups, each, total - groups * each, steps)
+            layout = Layout(groups, each, total - groups * each, self._steps)
         form = self.form.resized(layout)
         basis = self.basis if total == self.size else None
         block = Block(JOINT, JOINT, (total,), self.dtype)
         return replace(self, form=form, blocks=(block,), basis=basis)
+
+    @property
+    def _steps(self) -> int:
+        """The number of steps of each chain of the form."""
+        if not self.recurrences:
+            return 1
+        first = self.groupings[0] if self.groupings else self.recurrences[0]
+        if first.in_turn:
+            return self.members(first)
+        return self.along(self.recurrences[0])[1]
 
     # In another basis.
 
@@ -357,27 +375,34 @@ class Structure:
 
         :param links: transition matrices by chain.
         """
-        begins, begin, groups = {}, 0, self.groupings[0]
-        for site in groups.sites:
-            begins[site[0]] = begin
-            begin += self.each(groups._replace(sites=(site,)))
-        found = jnp.zeros((*links[0].shape[:2], begin, begin), self.dtype)
+        # The first step and the first number of each site.
+        begins, step, begin, groups = {}, 0, 0, self.groupings[0]
+        for alone in groups.alone:
+            begins[alone.sites[0][0]] = step, begin
+            if groups.in_turn:
+                step += self.members(alone)
+            else:
+                begin += self.each(alone)
+        each = self.each(groups)
+        found = jnp.zeros((len(links[0]), self._steps, each, each), self.dtype)
         given = [split(link) for link in links]
         none = all(whitener is None for _, whitener in given)
-        whole = found + jnp.eye(begin, dtype=self.dtype)
+        whole = found + jnp.eye(each, dtype=self.dtype)
         units = jnp.ones_like(found[..., 0])
         pairs = zip(links, given, strict=True)
         for steps, (all_, (link, whitener)) in zip(
             self.recurrences, pairs, strict=True
         ):
             own = np.concatenate([
-                begins[site[0]] + np.arange(self.each(steps._replace(sites=(site,))))
-                for site in steps.sites
+                begins[alone.sites[0][0]][1] + np.arange(self.each(alone))
+                for alone in steps.alone
             ])  # fmt: skip
-            found = found.at[:, :, own[:, None], own].set(link)
+            first, _ = begins[steps.sites[0][0]]
+            there = slice(first, first + link.shape[1])
+            found = found.at[:, there, own[:, None], own].set(link)
             if whitener is not None:
-                whole = whole.at[:, :, own[:, None], own].set(whitener)
-                units = units.at[:, :, own].set(all_[..., -1])
+                whole = whole.at[:, there, own[:, None], own].set(whitener)
+                units = units.at[:, there, own].set(all_[..., -1])
         if none:
             return found
         return jnp.concatenate([found, whole, units[..., None]], -1)
@@ -407,12 +432,16 @@ class Structure:
 
     def members(self, grouping: Grouping) -> int:
         """Return the number of members of a grouping."""
+        if grouping.in_turn:
+            return sum(map(self.members, grouping.alone))
         name, axes = grouping.sites[0]
         *over, last = (self.site(name).shape[a] for a in axes)
         return prod(over) * -(-(last + grouping.before) // grouping.size)
 
     def each(self, grouping: Grouping) -> int:
         """Return the number of latents of one member, over all sites."""
+        if grouping.in_turn:
+            return max(map(self.each, grouping.alone))
         total = sum(prod(self.site(name).shape) for name, _ in grouping.sites)
         return total // self.members(Grouping(grouping.sites)) * grouping.size
 
@@ -434,6 +463,12 @@ class Structure:
     def grouped(self, grouping: Grouping, numbers: dict[str, Any]) -> Any:
         """Return the numbers of a grouping's sites, (members, each)."""
         members, parts = self.members(grouping), []
+        if grouping.in_turn:
+            each = self.each(grouping)
+            for alone in grouping.alone:
+                part = self.grouped(alone, numbers)
+                parts.append(jnp.pad(part, [(0, 0), (0, each - part.shape[-1])]))
+            return jnp.concatenate(parts)
         for name, axes in grouping.sites:
             part = jnp.moveaxis(numbers[name], axes, range(len(axes)))
             if grouping.size > 1:
@@ -450,7 +485,15 @@ class Structure:
         return grouping.before, blocks * grouping.size - there
 
     def _ungrouped(self, grouping: Grouping, numbers: Any) -> dict[str, Any]:
-        found, begin, lead = {}, 0, numbers.shape[:-2]
+        found: dict[str, Any] = {}
+        begin, lead = 0, numbers.shape[:-2]
+        if grouping.in_turn:
+            for alone in grouping.alone:
+                end = begin + self.members(alone)
+                part = numbers[..., begin:end, : self.each(alone)]
+                found |= self._ungrouped(alone, part)
+                begin = end
+            return found
         for name, axes in grouping.sites:
             shape = self.site(name).shape
             over = tuple(shape[a] for a in axes)
