@@ -151,6 +151,7 @@ def test_margins_and_residuals_of_zero_are_finite(dtype) -> None:
 
 
 PARAMETERS = [
+    ("normal", "scale"),
     ("negative_binomial", "total_count"),
     ("student_t", "df"),
     ("student_t", "scale"),

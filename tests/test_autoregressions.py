@@ -254,31 +254,6 @@ def log_prior(phi, scale):
     return np.log(0.5) + 0.5 * np.log(2 / np.pi) - 0.5 * scale**2
 
 
-@pytest.mark.slow  # of a scan it is quick in test_scanned_models.py
-def test_the_collapsed_bound_is_the_evidence(x64, monkeypatch):
-    """Its derivatives in what links are made of, too."""
-    forced(monkeypatch)
-    collapsed = gpaug.collapse(model_of(panel))
-
-    @jax.jit
-    @jax.value_and_grad
-    def density(at):
-        values = {"phi": at[0], "scale": at[1]}
-        args = TIME, ITEM, REAL
-        return numpyro.infer.util.log_density(collapsed, args, {}, values)[0]
-
-    for at in [(0.6, 0.5), (-0.8, 0.3), (0.999, 0.2), (0.0, 1.0)]:
-        value, slopes = density(jnp.array(at))
-        exact = evidence(*at) + log_prior(*at)
-        np.testing.assert_allclose(value, exact, rtol=1e-9)
-        for k, slope in enumerate(slopes):
-            step = 1e-5 * np.eye(2)[k]
-            above, below = (
-                evidence(*x) + log_prior(*x) for x in (at + step, at - step)
-            )
-            np.testing.assert_allclose(slope, (above - below) / 2e-5, rtol=1e-4)
-
-
 @pytest.mark.slow
 def test_a_learnt_panel_and_its_forecasts(x64, monkeypatch, tmp_path):
     forced(monkeypatch)

@@ -42,15 +42,6 @@ def machine(X, y=None, *, inducing, batch=None, weight=1.0):
             numpyro.sample("y", gpaug.BayesianSVM(gp(X[i])), obs=y)
 
 
-def learning(X, y=None, *, inducing):
-    """A learnt lengthscale."""
-    lengthscale = numpyro.param("lengthscale", 5.0, constraint=POSITIVE)
-    kernel = gpaug.kernels.SquaredExponential(lengthscale, 2.0)
-    gp = gpaug.GaussianProcess("f", kernel, inducing=inducing)
-    with numpyro.plate("data", X.shape[0]):
-        numpyro.sample("y", gpaug.BayesianSVM(gp(X)), obs=y)
-
-
 def several_kernels(X, y=None, *, inducing, processes=False):
     """One kernel per column, each with a learnt weight."""
     weights = numpyro.param("weights", jnp.ones(2), constraint=POSITIVE)
@@ -147,16 +138,6 @@ def test_batch_golden(x64) -> None:
     np.testing.assert_allclose(L @ cover @ L.T, golden["Sigma"], rtol=1e-6, atol=1e-8)
 
 
-def test_batch_process_is_a_gaussian_vector(x64) -> None:
-    """Function values ``L v`` without any process give the bound of ``inducing=X``."""
-    y, golden = (np.array(GOLDEN["y"]) + 1) // 2, GOLDEN["full"]
-    L = np.linalg.cholesky(GOLDEN["Knn"])
-    _, result = fit(primal, 100, L, y, scale=jnp.ones(4), updates="augmented")
-    np.testing.assert_allclose(-result.losses[-1], golden["elbo"], rtol=1e-10)
-    mean, _ = gaussian(result.params, "w")
-    np.testing.assert_allclose(L @ mean, golden["mu"], rtol=1e-6)
-
-
 def test_both_predictive_rules_of_one_fit(x64, tmp_path) -> None:
     X, Z = np.array(GOLDEN["X"]), np.array(GOLDEN["Z"])
     y = (np.array(GOLDEN["y"]) + 1) // 2
@@ -234,36 +215,6 @@ def test_minibatches_end_near_the_optimum(x64, step_size, most) -> None:
 
 
 # -- hyperparameters -------------------------------------------------------------------
-
-
-@pytest.mark.slow  # hyper_every is quick in test_conjugate.py
-def test_a_gradient_step_after_every_k_closed_form_steps(x64) -> None:
-    X, y = toy(60)
-    every = optax.MultiSteps(optax.adam(0.2), every_k_schedule=5)
-    svi = gpaug.ConjugateSVI(learning, gpaug.AutoSparseGP(learning), every)
-    first = svi.run(KEY, 1, X, y, inducing=X[:20], **QUIET)
-    state, trace = first.state, [5.0]
-    for _ in range(11):
-        state, _ = svi.update(state, X, y, inducing=X[:20])
-        trace.append(float(svi.get_params(state)["lengthscale"]))
-    # An update is applied at the start of the step after the one that computed it.
-    assert np.flatnonzero(np.diff(trace)).tolist() == [4, 9]
-    result = svi.run(KEY, 200, X, y, inducing=X[:20], init_state=state, **QUIET)
-    assert result.params["lengthscale"] < 1.5
-    assert result.losses[-1] < first.losses[0] - 5
-
-
-@pytest.mark.slow
-def test_gradient_steps_seldom_and_always_end_alike(x64) -> None:
-    X, y = toy(60)
-    seldom = optax.MultiSteps(optax.adam(0.2), every_k_schedule=5)
-    ends = [
-        fit(learning, steps, X, y, inducing=X[:20], optim=optim)[1]
-        for steps, optim in ((400, seldom), (200, optax.adam(0.1)))
-    ]
-    np.testing.assert_allclose(*[end.losses[-1] for end in ends], atol=0.01)
-    found = [float(end.params["lengthscale"]) for end in ends]
-    np.testing.assert_allclose(*found, rtol=0.02)
 
 
 @pytest.mark.slow

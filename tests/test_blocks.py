@@ -93,12 +93,6 @@ def everything(problem, values, natural):
     return evaluation.bound, slopes, target, one, given
 
 
-@pytest.mark.slow  # a case of float64 is quick
-@pytest.mark.parametrize(("fn", "given"), CASES)
-def test_blocks_give_the_same_numbers(fn, given) -> None:
-    check_blocks(fn, given, "float32")
-
-
 @pytest.mark.parametrize(
     ("fn", "given"),
     [CASES[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[1:])],
@@ -137,23 +131,6 @@ def test_blocks_under_vmap() -> None:
     for i, one in enumerate(one_by_one):
         for a, b in zip(*map(jax.tree.leaves, (batched, one)), strict=True):
             assert_close(np.asarray(a)[i], b, 20 * max(1, np.abs(b).max()))
-
-
-@pytest.mark.slow  # quick in test_devices.py
-def test_fits_and_predictions_in_blocks() -> None:
-    X, y = toy(ROWS)
-    given = {"likelihood": "bernoulli", "Z": X[:INDUCING]}
-
-    def run():
-        svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), None)
-        result = svi.run(KEY, 10, X, y, progress_bar=False, **given)
-        return result.losses, svi.posterior(result).predict_y(X).probs
-
-    whole = run()
-    with small_blocks(2**11):
-        in_blocks = run()
-    for a, b in zip(in_blocks, whole, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4)
 
 
 @pytest.mark.parametrize(

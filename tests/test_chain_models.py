@@ -145,30 +145,6 @@ def test_sums_over_steps(of_steps, monkeypatch):
         posterior.predict_f(*(x[:8] for x in new), site="growth")
 
 
-@pytest.mark.slow  # quick in test_faults_files.py
-def test_files_of_a_chain(of_steps, tmp_path):
-    posterior, *_ = of_steps
-    posterior.save(tmp_path / "fit.npz")
-    loaded = gpaug.Posterior.load(tmp_path / "fit.npz", counts)
-    new = TIME[:9], ITEM[:9], X[:9]
-    found, expected = (
-        p.predict_f(*new, steps=50, site="walk") for p in (loaded, posterior)
-    )
-    np.testing.assert_array_equal(found, expected)
-
-
-@pytest.mark.slow
-def test_draws_of_a_chain(of_steps):
-    posterior, result, guide = of_steps
-    new = TIME[:9], ITEM[:9], X[:9]
-    expected = posterior.predict_y(*new)
-    predictive = numpyro.infer.Predictive(
-        counts, guide=guide, params=result.params, num_samples=3000
-    )
-    draws = predictive(jax.random.key(0), *new)["y"]
-    np.testing.assert_allclose(draws.mean(0), expected.mean, rtol=0.15)
-
-
 @pytest.mark.slow
 def test_the_density_of_draws(of_steps):
     """With it the mean of log ratios is the bound, NumPyro's way."""
@@ -189,42 +165,6 @@ def test_the_density_of_draws(of_steps):
     error = ratios.std() / np.sqrt(500)
     np.testing.assert_allclose(ratios.mean(), -result.losses[-1], atol=4 * error)
     assert error < 0.15
-
-
-@pytest.mark.slow
-def test_the_evidence_of_a_walk_against_a_grid(monkeypatch):
-    """A walk's scale integrated, with Normal data: the density of its draws enters."""
-    t = np.delete(np.arange(30), [4, 5, 20])
-    y = 0.5 * np.cumsum(np.random.default_rng(5).normal(size=30))[t]
-    y += 0.3 * np.random.default_rng(6).normal(size=len(t))
-
-    def model(t, y=None):
-        scale = numpyro.sample("scale", dist.HalfNormal(1))
-        walk = numpyro.sample("walk", dist.GaussianRandomWalk(scale, 30))
-        with numpyro.plate("data", len(t)):
-            numpyro.sample("y", dist.Normal(walk[t], 0.3), obs=y)
-
-    scale = np.linspace(0.01, 4, 2000)
-    values, vectors = np.linalg.eigh(np.minimum(t[:, None], t) + 1.0)
-    variances = scale[:, None] ** 2 * values + 0.09
-    terms = np.log(2 * np.pi * variances) + np.square(vectors.T @ y) / variances
-    density = np.exp(-0.5 * (terms.sum(-1) + scale**2)) * np.sqrt(2 / np.pi)
-    evidence = np.log(density.sum() * (scale[1] - scale[0]))
-
-    monkeypatch.setattr(costs, "_OVERHEAD", -np.inf)
-    nested = gpaug.NestedVI(model, num_points=128, progress_bar=False)
-    nested.run(jax.random.key(0), t, y)
-    found = nested.get_extra_fields()
-    error = found["log_evidence_error"]
-    assert abs(found["log_evidence"] - evidence) < 4 * error < 0.3
-    guide = gpaug.AutoLatentGaussian(model)
-    guide.setup(t, y)
-    assert "a chain of 30 steps" in repr(guide)
-    mean = (scale * density).sum() / density.sum()
-    draws = nested.get_samples()
-    np.testing.assert_allclose(draws["scale"].mean(), mean, rtol=0.05)
-    step = np.diff(draws["walk"], axis=-1).std() / draws["scale"].mean()
-    np.testing.assert_allclose(step, 1, atol=0.25)
 
 
 def test_what_is_no_chain(monkeypatch):
@@ -259,42 +199,6 @@ def test_data_that_look_at_several_steps(monkeypatch):
     assert "a chain of 40 steps of 2 (walk, shock)" in repr(guide)
     with pytest.raises(gpaug.NotConjugateError, match="data depend on several"):
         svi.run(jax.random.key(0), 2, TIME, TIME[::-1], REAL, progress_bar=False)
-
-
-@pytest.mark.slow
-def test_single_precision_of_a_long_walk(monkeypatch):
-    """A walk of 20000 steps, seen at one in fifty, and an intercept that it can stand
-    for, against the Kalman filter in double precision."""
-    steps, scale, noise = 20_000, 0.05, 0.4
-    rng = np.random.default_rng(0)
-    t = np.arange(25, steps, 50)
-    walk = np.cumsum(scale * rng.normal(size=steps))
-    y = 3 + walk[t] + noise * rng.normal(size=len(t))
-
-    def model(t, y=None):
-        scale = numpyro.param("scale", 0.05, constraint=dist.constraints.positive)
-        a = numpyro.sample("a", dist.Normal(0, 5.0))
-        walk = numpyro.sample("walk", dist.GaussianRandomWalk(scale, steps))
-        with numpyro.plate("data", len(t)):
-            numpyro.sample("y", dist.Normal(a + walk[t], noise), obs=y)
-
-    guide = gpaug.AutoLatentGaussian(model)
-    svi = gpaug.ConjugateSVI(model, guide, optim=None)
-    fit = svi.run(jax.random.key(0), 10, t, y, progress_bar=False)
-    assert "a chain of 20000 steps of 1 (walk), 1 others" in repr(guide)
-    cover = 25 + scale**2 * (np.minimum(t[:, None], t) + 1)
-    whole = cover + noise**2 * np.eye(len(t))
-    factor = np.linalg.cholesky(whole)
-    evidence = -0.5 * np.square(np.linalg.solve(factor, y)).sum()
-    evidence -= np.log(np.diag(factor)).sum() + 0.5 * len(t) * np.log(2 * np.pi)
-    np.testing.assert_allclose(-fit.losses[-1], evidence, atol=0.05)
-    found = svi.posterior(fit).predict_f(t, site="walk")
-    past = scale**2 * (np.minimum(np.arange(steps)[:, None], t) + 1)
-    mean = past @ np.linalg.solve(whole, y)
-    prior = scale**2 * (np.arange(steps) + 1)
-    variance = prior - np.square(np.linalg.solve(factor, past.T)).sum(0)
-    np.testing.assert_allclose(found.mean, mean, atol=2e-3 * np.abs(mean).max())
-    np.testing.assert_allclose(found.variance, variance, rtol=2e-3)
 
 
 @pytest.mark.slow

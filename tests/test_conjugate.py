@@ -216,16 +216,6 @@ def test_gradient_steps_after_several_updates(batch_size) -> None:
     )
 
 
-@pytest.mark.slow
-def test_gradient_steps_after_several_updates_end_at_the_same_optimum() -> None:
-    X, y = toy(60)
-    arguments = {"optim": ADAM, "tol": 1e-4, "num_steps": 400, "inducing": X[:20]}
-    often = fit(learnt, X, y, **arguments)[1]
-    seldom = fit(learnt, X, y, hyper_every=3, batch_size=None, **arguments)[1]
-    assert np.diff(seldom.losses).max() < 1e-8
-    np.testing.assert_allclose(seldom.losses[-1], often.losses[-1], atol=5e-2)
-
-
 @cache
 def lengthscales_on_a_grid():
     """Log lengthscales, and the log density of each: prior, and bound at the best q."""

@@ -299,31 +299,6 @@ def test_independent_data_have_the_same_density_and_derivatives(x64, sample):
         np.testing.assert_allclose(ours, theirs, rtol=1e-10)
 
 
-@pytest.mark.slow  # quick for matrices
-def test_hyperparameters_of_a_covariance_are_integrated(x64):
-    def model(X, y=None):
-        rho = numpyro.sample("rho", dist.Uniform(0, 1))
-        b = numpyro.sample("b", dist.Normal(0, 3).expand([2]).to_event(1))
-        steps = jnp.abs(jnp.subtract.outer(jnp.arange(len(X)), jnp.arange(len(X))))
-        numpyro.sample("y", dist.MultivariateNormal(X @ b, rho**steps), obs=y)
-
-    nested = gpaug.NestedVI(model, progress_bar=False)
-    nested.run(jax.random.key(0), X, Y[:, 0])
-    rho = (np.arange(4000) + 0.5) / 4000
-    steps = np.abs(np.subtract.outer(np.arange(N), np.arange(N)))
-    whole = 9 * X @ X.T + rho[:, None, None] ** steps
-    quadratic = np.linalg.solve(whole, Y[:, :1])[..., 0] @ Y[:, 0]
-    logs = -0.5 * (quadratic + np.linalg.slogdet(2 * np.pi * whole)[1])
-    weights = np.exp(logs)
-    expected = weights @ rho / weights.sum()
-    assert nested.certified
-    found = nested.summary().loc["rho"]
-    assert abs(found["mean"] - expected) < 0.1 * found["sd"]
-    error = nested.get_extra_fields()["log_evidence_error"]
-    found = nested.get_extra_fields()["log_evidence"]
-    assert abs(found - np.log(weights.mean())) < max(4 * error, 1e-3)
-
-
 def test_covariances_that_depend_on_latents_hold_these():
     def model(X, y=None):
         b = numpyro.sample("b", dist.Normal(0, 3).expand([2]).to_event(1))

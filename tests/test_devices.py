@@ -270,22 +270,6 @@ def test_uneven_rows_are_filled_with_rows_of_no_weight(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("steps", [0, 1])
-def test_evaluations_and_steps_of_rows_on_devices(steps):
-    X, y, _ = data(160)
-    losses = []
-    for arrays in ((X, y), shared_out(X, y, mesh=mesh_of(axis_type=AxisType.Explicit))):
-        svi = gpaug.ConjugateSVI(process, gpaug.AutoSparseGP(process), None)
-        state = svi.init(KEY, *arrays, Z=X[:8])
-        for _ in range(steps):
-            state, loss = svi.update(state, *arrays, Z=X[:8])
-            losses.append(loss)
-        losses.append(svi.evaluate(state, *arrays, Z=X[:8]))
-    alone, shared = np.array(losses, float).reshape(2, -1)
-    np.testing.assert_allclose(shared, alone, rtol=2e-5)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("method", ["evaluate", "update"])
 def test_stock_svi_with_the_analytic_bound(method):
     X, y, _ = data(160)

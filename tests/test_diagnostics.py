@@ -13,7 +13,6 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from jax import random
-from numpyro.infer import autoguide
 from numpyro.infer.svi import SVIRunResult
 from scipy import stats
 from sklearn.calibration import calibration_curve
@@ -179,30 +178,6 @@ def test_quadrature_route_matches_the_closed_form(x64):
     nodes = draws(unregistered, params, X, labels)
     for name in ("log_p", "log_q"):
         np.testing.assert_allclose(flat(closed, name), flat(nodes, name), rtol=1e-6)
-
-
-@pytest.mark.slow  # quick below, of a guide by hand
-@pytest.mark.parametrize("other", ["AutoDelta", "AutoNormal", "AutoMultivariateNormal"])
-def test_densities_of_other_latents(x64, other):
-    """At a point: none. Random: in the space of the model."""
-    X, y, labels = data()
-    params, q = gaussian(X, y, X[::2])
-    params["lengthscale_auto_loc"] = 0.3
-    params["lengthscale_auto_scale"] = 0.2
-    params["auto_loc"], params["auto_scale_tril"] = np.array([0.3]), np.array([[0.2]])
-    guide = gpaug.AutoSparseGP(learnt, other=getattr(autoguide, other))
-    tree = draws(learnt, params, X, labels, guide=guide)
-    lengthscale = tree["posterior"]["lengthscale"].values[0]
-    v = tree["posterior"]["f.v"].values[0]
-    prior, log_q = stats.norm.logpdf(v).sum(1), q.logpdf(v)
-    if other == "AutoDelta":
-        np.testing.assert_array_equal(lengthscale, 0.3)
-    else:
-        prior = prior + stats.lognorm.logpdf(lengthscale, 0.5)
-        log_q = log_q + stats.lognorm.logpdf(lengthscale, 0.2, scale=np.exp(0.3))
-    np.testing.assert_allclose(flat(tree, "log_q"), log_q)
-    likelihood = tree["log_likelihood"]["y"].values[0].sum(1)
-    np.testing.assert_allclose(flat(tree, "log_p"), prior + likelihood)
 
 
 def test_a_handwritten_guide(x64):
@@ -384,21 +359,6 @@ def test_khat_tells_good_guides_from_narrow_ones(x64):
     np.testing.assert_allclose(np.exp(psis.log_weights).sum(), 1, rtol=1e-5)
 
 
-@pytest.mark.slow
-def test_khat_of_a_fit():
-    X, _, labels = data()
-    guide = gpaug.AutoSparseGP(classification)
-    svi = gpaug.ConjugateSVI(classification, guide)
-    params = svi.run(random.key(0), 15, X, labels, progress_bar=False).params
-    good = draws(classification, params, X, labels, guide=guide, num_samples=1000)
-    assert diagnostics.psis_khat(good).khat < 0.7
-    narrow = {name: 4 * value for name, value in params.items()}
-    bad = draws(classification, narrow, X, labels, guide=guide, num_samples=1000)
-    psis = diagnostics.psis_khat(bad)
-    assert psis.khat > 1
-    np.testing.assert_allclose(np.exp(psis.log_weights).sum(), 1, rtol=1e-5)
-
-
 def test_equal_ratios_have_no_tail():
     assert diagnostics.psis_khat(np.arange(50.0), np.arange(50.0)).khat == -np.inf
 
@@ -482,16 +442,6 @@ def test_reliability_is_that_of_scikit_learn_and_keeps_empty_bins():
     np.testing.assert_allclose(curve.observed[full], observed)
     np.testing.assert_allclose(curve.predicted[full], predicted)
     assert curve.counts.sum() == len(p)
-
-
-def test_perfect_calibration_has_no_error():
-    p = np.repeat([0.1, 0.4, 0.75], 100)
-    y = np.concatenate([np.arange(100) < k for k in (10, 40, 75)])
-    assert diagnostics.expected_calibration_error(p, y) < 1e-12
-    rng = np.random.default_rng(0)
-    p = rng.uniform(size=100_000)
-    y = rng.uniform(size=100_000) < p
-    assert diagnostics.expected_calibration_error(p, y) < 0.01
 
 
 @pytest.mark.parametrize(

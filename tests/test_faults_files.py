@@ -4,8 +4,6 @@ saving that fails half-way."""
 
 import io
 import json
-import subprocess
-import sys
 import threading
 import tracemalloc
 import zipfile
@@ -315,22 +313,6 @@ def test_an_edited_model(joint_file, changed, message) -> None:
         gpaug.Posterior.load(joint_file, partial(joint, **changed))
 
 
-def grades(group, y=None, *, third=2.0):
-    with numpyro.plate("groups", 3):
-        a = numpyro.sample("a", dist.Normal(0, 1))
-    with numpyro.plate("data", len(group)):
-        law = dist.OrderedLogistic(a[group], jnp.array([-1.0, 0.5, third]))
-        numpyro.sample("y", law, obs=y)
-
-
-@pytest.mark.slow  # other constants are quick above
-def test_edited_cutpoints(tmp_path) -> None:
-    path = tmp_path / "fit.npz"
-    archives.at_start(gpaug.AutoLatentGaussian(grades), GROUP, GROUP).save(path)
-    with pytest.raises(gpaug.ArchiveError, match="distribution of 'y'"):
-        gpaug.Posterior.load(path, partial(grades, third=2.2))
-
-
 def written_otherwise(rows, code, y=None):
     """The model of ``joint``, its variables and operations by other names."""
     spread = numpyro.sample("tau", dist.HalfNormal(1))
@@ -408,40 +390,6 @@ def test_a_save_whose_file_is_removed_writes_it_again(tmp_path, monkeypatch) -> 
     assert removed
     assert files.read(tmp_path / "fit.npz").header == {"a": 1}
     assert list(tmp_path.iterdir()) == [tmp_path / "fit.npz"]
-
-
-KILLED = """
-import sys, time
-import numpy as np
-from numpyro_gpaug.math import files
-from numpyro_gpaug.model import costs
-from numpyro_gpaug.predict.archive import Parts, migrated
-
-def half(file, **arrays):
-    file.write(b"half of it")
-    file.flush()
-    print("begun", flush=True)
-    time.sleep(60)
-
-np.savez = half
-files.write(sys.argv[1], {}, {})
-"""
-
-
-@pytest.mark.slow
-def test_what_a_killed_process_left_is_removed(tmp_path) -> None:
-    path = tmp_path / "fit.npz"
-    process = subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(path)], stdout=subprocess.PIPE
-    )
-    with process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"begun\n"
-        files.write(path, {}, {"a": 1})
-        assert len(list(tmp_path.iterdir())) == 2
-        process.kill()
-    files.write(path, {}, {"a": 2})
-    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("kind", ["dense", "groups", "chain"])

@@ -98,23 +98,6 @@ def test_observations_that_were_forgotten_are_named(law, forgets) -> None:
         forgets(partial(effects, law=law))
 
 
-@pytest.mark.slow  # of a sampler alone it is quick above
-@pytest.mark.parametrize("sampler", [gpaug.AugmentedGaussian, gpaug.EllipticalSlice])
-def test_observations_forgotten_beside_another_sampler_are_named(sampler) -> None:
-    """What that one has drawn is given to the model as data are."""
-
-    def model(X, y=None, *, inducing):
-        variance = numpyro.sample("variance", dist.LogNormal(0, 1))
-        gp = gpaug.GaussianProcess("f", KERNEL(1.0, variance), inducing)
-        with numpyro.plate("data", len(X)):
-            numpyro.sample("y", dist.Normal(gp(X), 0.5), obs=y)
-
-    blocks = [(sampler(model), ["f.v"]), (numpyro.infer.NUTS(model), None)]
-    kernel = numpyro.infer.Gibbs(blocks)
-    with pytest.raises(ValueError, match=FORGOTTEN):
-        kernel.init(KEY, 0, None, (X,), {"inducing": Z})
-
-
 def test_what_is_not_pickled_says_what_to_do(fitted) -> None:
     svi, result = fitted
     for unwritten, cure in ((svi, "create it again"), (svi.posterior(result), "save")):
@@ -509,22 +492,3 @@ def test_inducing_inputs_by_position_are_told_their_name() -> None:
     svi = gpaug.ConjugateSVI(keyword, gpaug.AutoSparseGP(keyword))
     with pytest.raises(TypeError, match="pass inducing=... by name"):
         svi.init(jax.random.key(0), X, np.zeros(5, int), X)
-
-
-@pytest.mark.slow  # quick in test_dtypes.py
-def test_one_fitter_for_data_of_two_dtypes(x64) -> None:
-    """A guide keeps the dtype of the data that set it up."""
-
-    def model(X, y=None, *, Z):
-        scale = numpyro.param("scale", 1.0, constraint=dist.constraints.positive)
-        gp = gpaug.GaussianProcess("f", gpaug.kernels.Matern52(scale), Z)
-        with numpyro.plate("data", len(X)):
-            numpyro.sample("y", dist.Bernoulli(logits=gp(X)), obs=y)
-
-    X = np.random.default_rng(0).normal(size=(30, 1))
-    svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model))
-    found = [
-        svi.run(jax.random.key(0), 3, x, X[:, 0] > 0, Z=x[:5], progress_bar=False)
-        for x in (X, X.astype(np.float32))
-    ]
-    np.testing.assert_allclose(found[1].losses, found[0].losses, rtol=1e-5)

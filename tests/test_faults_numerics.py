@@ -12,7 +12,6 @@ import numpyro.distributions as dist
 import optax
 import pytest
 from scipy.special import gammaln, log_expit, logsumexp, ndtr
-from sklearn.datasets import load_digits
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.distributions.mixtures import NormalLaplace
@@ -89,24 +88,6 @@ def test_sums_of_wide_latents_against_draws(link) -> None:
         drawn = np.exp(terms - log_sum[:, None])
         error = 5 * drawn.std(0) / np.sqrt(len(z)) + 1e-5
         assert np.all(np.abs(share - drawn.mean(0)) < error)
-
-
-@pytest.mark.slow
-def test_softmax_fits_at_a_large_prior_variance() -> None:
-    rng = np.random.default_rng(0)
-    X = rng.normal(size=(100, 2)).astype("float32")
-    y = np.argmax(X @ rng.normal(size=(2, 3)) + 0.3 * rng.normal(size=(100, 3)), 1)
-    Z = X[:30]
-
-    def model(X, y=None):
-        kernel = gpaug.kernels.SquaredExponential(1.0, 1e4)
-        gp = gpaug.GaussianProcess("f", kernel, inducing=Z, num_latents=3)
-        with numpyro.plate("data", X.shape[0]):
-            numpyro.sample("y", dist.Categorical(logits=gp(X)), obs=y)
-
-    svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), optax.adam(0.05))
-    result = svi.run(KEY, 40, X, y, progress_bar=False)
-    assert result.losses[-1] < 0.3 * result.losses[0]
 
 
 def test_a_schedule_that_ends_the_steps_is_no_convergence() -> None:
@@ -354,41 +335,6 @@ def test_members_of_classes_stand_for_all_data() -> None:
     np.testing.assert_allclose(scales, 1, atol=0.2)
     with pytest.raises(ValueError, match="0 .. 2"):
         ClassMembers.of(labels, 3)
-
-
-@pytest.mark.slow
-def test_drawn_classes_predict_as_all_classes_do() -> None:
-    X, y = load_digits(return_X_y=True)
-    X, order = (X / 16).astype("float32"), np.random.default_rng(0).permutation(len(X))
-    (X, X_test), (y, y_test) = (np.split(x[order], [1000]) for x in (X, y))
-    members, Z = ClassMembers.of(y, 10), X[:60]
-
-    kernel = gpaug.kernels.SquaredExponential(3.0, 4.0)
-
-    def latents(inducing):
-        return gpaug.GaussianProcess("f", kernel, inducing, num_latents=10)
-
-    def whole(X, y=None, *, inducing):
-        f = latents(inducing)(X)
-        with numpyro.plate("data", X.shape[0]):
-            numpyro.sample("y", gpaug.LogisticSoftmax(f), obs=y)
-
-    def drawn(X, members, *, inducing):
-        batch = members.draw(5, 10)
-        f = latents(inducing)(X[batch.rows], latents=batch.classes)
-        with numpyro.handlers.scale(scale=batch.scale):
-            d = gpaug.SampledLogisticSoftmax(f, 10)
-            numpyro.sample("y", d, obs=batch.own)
-
-    full = gpaug.ConjugateSVI(whole, gpaug.AutoSparseGP(whole))
-    all_of_them = full.run(KEY, 30, X, y, inducing=Z, progress_bar=False)
-    svi = gpaug.ConjugateSVI(drawn, gpaug.AutoSparseGP(drawn))
-    some = svi.run(KEY, 600, X, members, inducing=Z, progress_bar=False)
-    scores = [
-        full.posterior(r.params, X, y, inducing=Z).log_prob(X_test, y_test).mean()
-        for r in (all_of_them, some)
-    ]
-    assert abs(scores[0] - scores[1]) < 0.05
 
 
 # -- JAX's own checks ------------------------------------------------------------------

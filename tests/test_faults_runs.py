@@ -267,23 +267,6 @@ def together(function, count=4):
         return list(pool.map(one, range(count)))
 
 
-@pytest.mark.slow  # quick in test_latent_gaussian.py
-def test_predictions_in_threads_are_those_of_one() -> None:
-    svi = make()
-    result = run(svi, 5)
-    new = rng.normal(size=(4, 300, 2)).astype(np.float32)
-    alone = [svi.posterior(result).predict_y(x).probs for x in new]
-    fresh = make()
-    posterior = fresh.posterior(run(fresh, 5))
-    for found in (
-        together(lambda i: posterior.predict_y(new[i]).probs),
-        together(lambda i: posterior.predict_y(new[i][: 20 + i]).probs),
-        together(lambda i: fresh.posterior(result).predict_y(new[i]).probs),
-    ):
-        for probs, expected in zip(found, alone, strict=True):
-            np.testing.assert_allclose(probs, expected[: len(probs)], atol=1e-6)
-
-
 @pytest.mark.parametrize("shared", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_first_fits_in_threads_are_those_of_one(shared) -> None:
     alone, svi = run(make(), 5).losses, make()

@@ -12,7 +12,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from numpyro import handlers
-from numpyro.infer import MCMC, NUTS, Gibbs
+from numpyro.infer import MCMC, NUTS
 from scipy.linalg import block_diag
 from scipy.stats import norm
 
@@ -161,43 +161,6 @@ def test_elliptical_slices_draw_from_the_posterior() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("inducing", [X, X[:6]], ids=["full", "sparse"])
-def test_classifier(inducing) -> None:
-    data = {"inducing": inducing}
-    reference = run(NUTS(classifier), X, LABELS, num_warmup=300, **data).get_samples()
-    gibbs = run(
-        gpaug.AugmentedGaussian(classifier), X, LABELS, num_samples=4000, **data
-    )
-    assert_same_law(gibbs.get_samples(), reference, "f", "f.v")
-    svi = gpaug.ConjugateSVI(classifier, gpaug.AutoSparseGP(classifier))
-    params = svi.run(KEY, 5, X, LABELS, progress_bar=False, **data).params
-    kernel = gpaug.EllipticalSlice(classifier, svi.guide, params)
-    slices = run(kernel, X, LABELS, num_samples=8000, **data)
-    assert_same_law(slices.get_samples(), reference, "f", "f.v")
-
-
-# The quick test of hyperparameters is that of the joint distribution, in
-# test_calibration_of_samplers.py.
-@pytest.mark.slow
-@pytest.mark.parametrize("sampler", ["augmented", "collapsed", "elliptical"])
-def test_sums_with_hyperparameters(sampler) -> None:
-    y = jnp.asarray(X[:, 0] + np.sin(3 * X[:, 1]))
-    data = {"inducing": X[:8], "num_warmup": 400}
-    reference = run(NUTS(additive), X, y, num_samples=2000, **data).get_samples()
-    owned = ["f.v", "g.v", "w"]
-    ours = gpaug.AugmentedGaussian(additive)
-    if sampler == "collapsed":
-        ours, owned = gpaug.CollapsedGaussian(additive), [*owned, "lengthscale"]
-    elif sampler == "elliptical":
-        svi = gpaug.ConjugateSVI(additive, gpaug.AutoSparseGP(additive))
-        params = svi.run(KEY, 20, X, y, inducing=X[:8], progress_bar=False).params
-        ours = gpaug.EllipticalSlice(additive, svi.guide, params)
-    kernel = Gibbs([(ours, owned), (NUTS(additive), None)])
-    found = run(kernel, X, y, num_samples=3000, **data).get_samples()
-    assert_same_law(found, reference, "f", "g", "w", "lengthscale", "scale")
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("model", [noise_that_varies, classes])
 def test_several_latents(model) -> None:
     y = LABELS + (X[:, 1] > 0) if model is classes else jnp.asarray(X[:, 0])
@@ -267,25 +230,6 @@ def test_parts_are_drawn_from_the_posterior(model, sampler) -> None:
     reference = run(NUTS(model), X, REALS, num_warmup=500, num_samples=6000)
     found = run(sampler(model), X, REALS, num_samples=30000, thinning=3)
     assert_same_law(found.get_samples(), reference.get_samples(), "f", "all")
-
-
-@pytest.mark.slow
-def test_slices_with_hyperparameters_and_without_augmentation() -> None:
-    def model(X, y=None, *, inducing):
-        variance = numpyro.sample("variance", dist.LogNormal(0.0, 0.5))
-        kernel = gpaug.kernels.SquaredExponential(1.0, variance)
-        gp = gpaug.GaussianProcess("f", kernel, inducing, num_latents=3)
-        with numpyro.plate("data", X.shape[0]):
-            numpyro.sample("y", dist.Categorical(logits=gp(X)), obs=y)
-
-    y, data = LABELS + (X[:, 1] > 0), {"inducing": X[:8]}
-    reference = run(NUTS(model), X, y, num_warmup=500, num_samples=6000, **data)
-    svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model))
-    params = svi.run(KEY, 20, X, y, progress_bar=False, **data).params
-    kernel = gpaug.EllipticalSlice(model, svi.guide, params)
-    kernel = Gibbs([(kernel, ["f.v"]), (NUTS(model), None)])
-    slices = run(kernel, X, y, num_warmup=300, num_samples=20000, **data)
-    assert_same_law(slices.get_samples(), reference.get_samples(), "f", "variance")
 
 
 # -- the Gaussian part -----------------------------------------------------------------
@@ -501,25 +445,6 @@ def test_slices_go_around_a_joint_gaussian_where_blocks_meet(x64) -> None:
     np.testing.assert_allclose(log_ratio, log_ratio[0], atol=1e-6)
     # Nothing is learnt without warm-up.
     np.testing.assert_array_equal(scales, 1)
-
-
-def posterior_of_process_and_weights():
-    A = np.concatenate([projection(slice(20), 3, 1.0), X.astype(float)], 1)
-
-    def log_density(z):
-        prior = -0.5 * (z[:, :6] ** 2).sum(1) - 0.125 * ((z[:, 6:] - 1) ** 2).sum(1)
-        return log_sigmoids(z @ A.T, LABELS) + prior
-
-    z = importance_draws(log_density, 8)
-    return {"f.v": z[:, :6], "w": z[:, 6:]}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sampler", [gpaug.EllipticalSlice, gpaug.AugmentedGaussian])
-def test_blocks_that_meet_are_drawn_from_the_posterior(sampler) -> None:
-    data = {"inducing": X[:6], "likelihood": lambda f: dist.Bernoulli(logits=f)}
-    found = many_chains(sampler(process_and_weights), (X, LABELS), data)
-    assert_same_law(found, posterior_of_process_and_weights(), "f.v", "w")
 
 
 @pytest.mark.parametrize(

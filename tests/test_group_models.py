@@ -12,7 +12,6 @@ import pytest
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.model import affine, costs
-from numpyro_gpaug.predict import posterior as predict
 from tests.conftest import enable_x64, small_blocks
 
 N = 400
@@ -228,15 +227,6 @@ def test_what_a_datum_compares_is_not_a_group(monkeypatch):
     guide.setup(GROUP, GROUP[::-1], REAL > 0)
     assert "40 Gaussian latents, dense" in repr(guide)
     assert guide.structure.largest == 40
-
-
-@pytest.mark.slow  # quick in test_dtypes.py
-def test_files_of_groups(x64, of_groups, tmp_path):
-    posterior, _, _ = of_groups[1]
-    posterior.save(tmp_path / "fit.npz")
-    loaded = predict.Posterior.load(tmp_path / "fit.npz", crossed)
-    expected = posterior.predict_y(*NEW)
-    np.testing.assert_array_equal(loaded.predict_y(*NEW).mean, expected.mean)
 
 
 @pytest.mark.slow

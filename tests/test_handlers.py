@@ -103,22 +103,6 @@ def test_a_masked_datum_is_a_deleted_one(num_latents):
     np.testing.assert_allclose(again.losses, masked.losses, rtol=1e-12)
 
 
-@pytest.mark.slow  # of a sparse one it is quick
-def test_a_masked_datum_of_a_full_process_is_a_deleted_one():
-    (X, y), kwargs = problem(None)
-    X, y = np.asarray(X)[:10], np.asarray(y)[:10]
-    keep = ~np.isin(np.arange(10), [3, 4])
-    kwargs = {**kwargs, "inducing": X}
-    svi, masked = conjugate((X, y), {**kwargs, "mask": keep})
-    deleted = rerun(svi, (X[keep], y[keep]), {**kwargs, "mask": np.ones(8, bool)})
-    np.testing.assert_allclose(masked.losses, deleted.losses, rtol=1e-9)
-    for name, value in deleted.params.items():
-        np.testing.assert_allclose(masked.params[name], value, rtol=1e-6, atol=1e-8)
-    q = blocks_of(svi.guide, masked.params)
-    expected = brute_bound(X[keep], y[keep], X, q)
-    np.testing.assert_allclose(-masked.losses[-1], expected, rtol=1e-9)
-
-
 def test_mask_and_weights_follow_their_rows_into_batches():
     (X, y), kwargs = problem(None)
     weights, mask = np.linspace(0.5, 2, 24), np.arange(24) % 5 != 0

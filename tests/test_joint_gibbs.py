@@ -10,7 +10,6 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from numpyro import handlers
-from numpyro.infer import MCMC, NUTS, Gibbs
 from numpyro.infer.gibbs import GIBBS_SITES_KWARG, conditioned
 
 import numpyro_gpaug as gpaug
@@ -233,18 +232,3 @@ def test_what_has_no_augmentation_is_named() -> None:
     init(given, lambda eta: dist.NegativeBinomialLogits(3.0, eta))
     with pytest.raises(gpaug.NotConjugateError, match="scaled"):
         init(handlers.scale(given, 0.5), robust)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("law", "y"), [(logistic, LABELS), (robust, REALS)])
-def test_as_a_block_of_gibbs_against_nuts(law, y) -> None:
-    model = partial(mixed, law=law)
-
-    def sampled(kernel):
-        mcmc = MCMC(kernel, num_warmup=500, num_samples=10000, progress_bar=False)
-        mcmc.run(KEY, X, GROUP, y)
-        return mcmc.get_samples()
-
-    blocks = [(gpaug.AugmentedGaussian(model), ["beta", "level", "effect"])]
-    ours = sampled(Gibbs([*blocks, (NUTS(model), None)]))
-    assert_same_law(ours, sampled(NUTS(model)), "beta", "level", "effect", "tau")

@@ -11,7 +11,7 @@ import numpyro.distributions as dist
 import pytest
 from numpyro import handlers
 from numpyro.diagnostics import effective_sample_size
-from numpyro.infer import MCMC, NUTS
+from numpyro.infer import MCMC
 from numpyro.infer.gibbs import GIBBS_SITES_KWARG, conditioned
 
 import numpyro_gpaug as gpaug
@@ -176,19 +176,6 @@ def test_numbers_of_values(x64) -> None:
 def test_what_slices_cannot_take_is_named() -> None:
     with pytest.raises(ValueError, match="other_median"):
         gpaug.EllipticalSlice(mixed, gpaug.AutoLatentGaussian(mixed), {})
-
-
-@pytest.mark.slow
-def test_as_a_block_of_gibbs_against_nuts() -> None:
-    model = partial(mixed, law=ordinal)
-
-    def sampled(kernel):
-        mcmc = MCMC(kernel, num_warmup=500, num_samples=6000, progress_bar=False)
-        mcmc.run(KEY, X, GROUP, ORDERED)
-        return mcmc.get_samples()
-
-    ours = sampled(gpaug.EllipticalSlice(model))
-    assert_same_law(ours, sampled(NUTS(model)), "beta", "level", "effect", "tau")
 
 
 def test_weights_of_a_softmax_are_moved_as_one():

@@ -229,18 +229,6 @@ def varying(t, group, y=None):
         numpyro.sample("y", dist.Normal(a[group] + b[group] * t, noise), obs=y)
 
 
-def of_one_vector(t, group, y=None):
-    """The same model, all in one vector."""
-    Z = jnp.eye(4)[group]
-    X = jnp.column_stack([jnp.ones_like(t), t])
-    design = jnp.concatenate([X, 0.7 * Z, 0.3 * Z * t[:, None]], 1)
-    scale = jnp.array([2.0, 1.0] + 8 * [1.0])
-    w = numpyro.sample("w", dist.Normal(0, scale).to_event(1))
-    noise = numpyro.param("noise", 0.5, constraint=dist.constraints.positive)
-    with numpyro.plate("data", len(t)):
-        numpyro.sample("y", dist.Normal(1 + design @ w, noise), obs=y)
-
-
 def covariance():
     Z = np.eye(4)[GROUP]
     same = Z @ Z.T
@@ -278,15 +266,6 @@ def test_normal_models_have_the_exact_posterior(x64, of_normal):
     np.testing.assert_allclose(
         posterior["a"].covariance_matrix, spread, rtol=1e-6, atol=1e-8
     )
-
-
-@SLOW
-def test_written_naturally_or_as_one_vector_is_the_same(x64):
-    _, natural, _ = fitted(varying, T, GROUP, REAL, optim="lbfgs")
-    _, vector, _ = fitted(of_one_vector, T, GROUP, REAL, optim="lbfgs")
-    np.testing.assert_allclose(natural.losses[-1], vector.losses[-1], rtol=1e-8)
-    found = [r.params["noise"] for r in (natural, vector)]
-    np.testing.assert_allclose(*found, rtol=1e-3)
 
 
 def test_minibatches_reach_the_full_data_fit():

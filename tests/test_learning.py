@@ -23,7 +23,6 @@ from numpyro_gpaug.infer.vi import (
     quasi_newton,
     reach,
     settling,
-    stepper,
 )
 from numpyro_gpaug.infer.vi.lbfgs import Memory
 from numpyro_gpaug.infer.vi.result import ConjugateResult
@@ -387,29 +386,6 @@ def test_a_fit_ends_where_the_collapsed_bound_is_highest(learnt, fixed) -> None:
             assert run(fixed, X, y, tol=1e-5, **other).losses[-1] > at - 5e-3
 
 
-def softmax(X, y=None):
-    variance = numpyro.param("variance", 5.0, constraint=positive)
-    kernel = gpaug.kernels.SquaredExponential(1.0, variance)
-    gp = gpaug.GaussianProcess("f", kernel, inducing=X[:20], num_latents=4)
-    with numpyro.plate("data", X.shape[0]):
-        numpyro.sample("y", dist.Categorical(logits=gp(X)), obs=y)
-
-
-@pytest.mark.slow
-def test_several_latents_settle_in_fewer_moves_than_sweeps(x64, monkeypatch) -> None:
-    """A fit without hyperparameters only sweeps: what 20 moves lack of the optimum is
-    less than what 60 sweeps do, by far."""
-    X, *_ = data(40)
-    y = (X[:, 0] > 0) + 2 * (X[:, 1] > np.sin(3 * X[:, 0]))
-    sweeps = run(fitter(softmax, None), X, y, steps=200, tol=0.0).losses
-    monkeypatch.setattr(stepper, "SETTLED", 0.0)
-    # The first move only evaluates.
-    monkeypatch.setattr(settling, "MAX_MOVES", 21)
-    lacking = run(fitter(softmax), X, y, steps=1).losses[0] - sweeps[-1]
-    assert abs(lacking) < 0.1 * (sweeps[59] - sweeps[-1])
-    assert abs(lacking) < 1e-4
-
-
 def test_several_latents_settle_in_float32_as_in_float64(monkeypatch) -> None:
     """Where bounds show no rise any more slopes do: ten classes' searches had ended
     half a nat early. Of all moves, 12 are enough: means of classes move together."""
@@ -455,17 +431,6 @@ def test_other_data_are_learnt_from_anew(learnt) -> None:
     there = run(svi, -X, y)
     moved = run(svi, -X, y, init_state=result.state)
     assert abs(moved.losses[-1] - there.losses[-1]) < 0.05
-
-
-@pytest.mark.slow  # quick in test_dtypes.py
-@pytest.mark.parametrize(("of_data", "of_params"), [(32, 64), (64, 32)])
-def test_data_and_params_may_differ_in_dtype(x64, of_data, of_params) -> None:
-    X, _, y = data(30)
-    X, y = X.astype(f"float{of_data}"), y.astype("int32")
-    start = {k: np.array(1.0, f"float{of_params}") for k in ("lengthscale", "variance")}
-    result = run(fitter(classifier), X, y, steps=8, init_params=start)
-    assert result.params["variance"].dtype == f"float{of_params}"
-    assert result.losses[-1] < result.losses[0]
 
 
 def test_nothing_is_learnt_if_none_is_said(learnt) -> None:
@@ -609,15 +574,6 @@ def test_a_bound_that_falls_on_minibatches_is_seen_and_undone() -> None:
     kept = svi.evaluate(result.state, X, y)
     assert kept < min(losses) + 0.5 * (losses[-1] - min(losses))
     assert losses[-1] > 1.5 * min(losses)
-
-
-@pytest.mark.slow
-def test_sound_learning_on_minibatches_is_left_alone(recwarn) -> None:
-    X, y, _ = data(200)
-    result = run(fitter(regression, optax.adam(0.05)), X, y, batch_size=20, steps=800)
-    assert result.restored == ()
-    assert not [w for w in recwarn if "bound fall" in str(w.message)]
-    assert result.params["scale"] < 0.3
 
 
 def counts(X, y=None, *, inducing, batch_size=None):

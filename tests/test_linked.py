@@ -435,66 +435,6 @@ def test_a_learnt_link_beats_a_straight_line(order: str) -> None:
     assert result.losses[-1] < other.losses[-1] - 5
 
 
-@pytest.mark.slow  # with a prior they are quick
-def test_heights_from_the_inputs() -> None:
-    """A link per datum, its heights a function of the inputs."""
-    X, y, Z = skewed_data(40)
-    labels = (y > 0).astype(int)
-
-    def model(X, y=None, *, inducing):
-        kernel = gpaug.kernels.SquaredExponential(1.0, 1.0)
-        gp = gpaug.GaussianProcess("f", kernel, inducing=inducing)
-        slope = numpyro.param("slope", jnp.zeros((1, 12)))
-        start = PiecewiseLink.from_function(lambda f: f, 12, -2.5, 2.5)
-        link = start.with_heights(jax.nn.sigmoid(start.heights + X @ slope))
-        with numpyro.plate("data", X.shape[0]):
-            numpyro.sample("y", gpaug.PiecewiseBernoulli(gp(X), link), obs=y)
-
-    svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), optax.adam(0.05))
-    result = svi.run(KEY, 40, X, labels, inducing=Z, progress_bar=False)
-    assert result.losses[-1] < result.losses[0]
-    probabilities = svi.posterior(result).predict_y(X[:7]).probs
-    assert ((probabilities > 0) & (probabilities < 1)).all()
-
-
-@pytest.mark.slow  # its expectation is quick
-def test_two_processes_in_a_pair(x64) -> None:
-    """Stacked processes are affine: the pair is fitted in closed form."""
-    X, y, Z = skewed_data(40)
-
-    def model(X, y=None, *, inducing):
-        kernel = gpaug.kernels.SquaredExponential(1.0, 1.0)
-        f = gpaug.GaussianProcess("f", kernel, inducing=inducing)
-        g = gpaug.GaussianProcess("g", kernel, inducing=inducing)
-        with numpyro.plate("data", X.shape[0]):
-            latents = jnp.stack([f(X), g(X)], -1)
-            links = cast(LINE, "float64"), cast(RATE, "float64")
-            numpyro.sample("y", gpaug.Linked(latents, links, normal_of), obs=y)
-
-    svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model))
-    result = svi.run(KEY, 30, X, y, inducing=Z, progress_bar=False)
-    assert (np.diff(result.losses) < 1e-9).all()
-    assert result.losses[-1] < result.losses[0] - 5
-    assert svi.posterior(result).predict_y(X).mean.shape == (40,)
-
-
-def test_stock_routes() -> None:
-    X, y, Z = skewed_data(20)
-    counts = jnp.arange(20) % 3
-
-    def model(X, y=None, *, inducing):
-        kernel = gpaug.kernels.SquaredExponential(1.0, 1.0)
-        gp = gpaug.GaussianProcess("f", kernel, inducing=inducing)
-        with numpyro.plate("data", X.shape[0]):
-            numpyro.sample("y", gpaug.Linked(gp(X), RATE, dist.Poisson), obs=y)
-
-    prior = numpyro.infer.Predictive(model, num_samples=3)
-    draws = jax.jit(lambda key: prior(key, X, inducing=Z))(KEY)
-    assert draws["y"].shape == (3, 20)
-    routes = gpaug.TraceAnalytic_ELBO().routes(model, X, counts, inducing=Z)
-    assert routes["y"].value == "closed form"
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [

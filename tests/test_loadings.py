@@ -13,11 +13,10 @@ import numpyro.distributions as dist
 import optax
 import pytest
 from numpyro import handlers
-from numpyro.infer import MCMC, SVI, Predictive, Trace_ELBO
+from numpyro.infer import SVI, Predictive, Trace_ELBO
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.errors import NotConjugateError
-from tests.chains import assert_same_law, importance_draws, many_chains
 from tests.models import covariance as squared_exponential
 
 GOLDEN = json.loads(
@@ -340,37 +339,3 @@ def test_invalid_latents(x64) -> None:
     posterior = fitter().posterior(fitted())
     with pytest.raises(ValueError, match="the same output"):
         posterior.predict_f(X, labels=np.zeros((5, 2), int), full_covariance=True)
-
-
-@pytest.mark.slow  # other joint draws are quick in test_joint_gibbs.py
-def test_shared_latents_are_drawn_jointly() -> None:
-    """Against importance sampling of the same posterior by NumPy."""
-    X, y, known = problem("float32")
-    at, Z, Phi, b = golden("X", "Z", "Phi", "b")
-    factor = np.linalg.cholesky(covariance_of(Z, Z))
-    A = np.linalg.solve(factor, covariance_of(Z, at))
-
-    def log_density(v):
-        f = np.einsum("kp,spm,mn->snk", Phi, v.reshape(-1, 2, 3), A) + b
-        terms = -np.logaddexp(0, -(2 * y - 1) * f)
-        return terms.sum((1, 2)) - 0.5 * (v**2).sum(1)
-
-    found = many_chains(gpaug.AugmentedGaussian(event), (X, y), known)
-    assert_same_law(found, {"f.v": importance_draws(log_density, 6)}, "f.v")
-
-
-@pytest.mark.slow
-def test_gibbs_and_slice_sampling_agree_with_each_other(x64) -> None:
-    """Shared latents are drawn jointly."""
-    X, y, known = problem()
-    guide = gpaug.AutoSparseGP(event).setup(X, y, **known)
-    slices = gpaug.EllipticalSlice(event, guide, fitted().params)
-    moments = []
-    for kernel in (gpaug.AugmentedGaussian(event), slices):
-        mcmc = MCMC(kernel, num_warmup=200, num_samples=5000, progress_bar=False)
-        mcmc.run(KEY, X, y, **known)
-        f = np.asarray(mcmc.get_samples()["f"])
-        moments.append((f.mean(0), f.std(0)))
-    (mean, sd), (other, spread) = moments
-    np.testing.assert_allclose(mean / sd, other / sd, atol=0.12)
-    np.testing.assert_allclose(spread, sd, rtol=0.08)

@@ -10,11 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-import optax
 import pytest
 
 import numpyro_gpaug as gpaug
-from numpyro_gpaug.likelihoods.augmentation import draw_auxiliaries, lookup_augmentation
+from numpyro_gpaug.likelihoods.augmentation import lookup_augmentation
 from numpyro_gpaug.likelihoods.expectations import expected_log_prob, predictive
 from numpyro_gpaug.math.log_sum import (
     EXPONENTIAL,
@@ -83,30 +82,6 @@ def test_two_classes_against_brute_force(dtype: str, name: str) -> None:
         np.testing.assert_allclose(
             v[i, 0] * slopes[1][i, 0], by_variance, atol=3 * tolerance + 1e-7
         )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_classes", [3, 100])
-def test_many_classes_against_draws(num_classes: int) -> None:
-    rng = np.random.default_rng(1)
-    m = rng.normal(size=num_classes).astype("float32")
-    v = np.exp(rng.normal(size=num_classes)).astype("float32")
-    f = m + np.sqrt(v) * rng.standard_normal((100_000, num_classes), "float32")
-
-    @jax.jit
-    def both(m, v):
-        return [
-            (expected_log_sum(link, m, v), expected_shares(link, m, v)[0])
-            for link in LINKS.values()
-        ]
-
-    for link, (value, own) in zip(LINKS.values(), both(m, v), strict=True):
-        log_s = np.log(np.exp(link.log(f)).sum(1, dtype=float))
-        error = 5 * log_s.std() / np.sqrt(len(f))
-        assert abs(value - log_s.mean()) < error + 1e-5
-        share = np.exp(link.log(f[:, 0]) - log_s)
-        error = 5 * share.std() / np.sqrt(len(f))
-        assert abs(own - share.mean()) < error
 
 
 def test_softmax_identities() -> None:
@@ -266,38 +241,6 @@ def test_the_mean_field_bound_is_never_tighter() -> None:
     assert np.all(collapsed <= exact + slack)
 
 
-@pytest.mark.slow
-def test_gibbs_conditionals_sample_the_posterior(x64) -> None:
-    """One datum, three classes: auxiliaries and latents in turn, against a grid."""
-    prior, y, d = 2.0, jnp.zeros((), int), gpaug.LogisticSoftmax(jnp.zeros(3))
-    augmentation = lookup_augmentation(gpaug.LogisticSoftmax)
-
-    def sweep(f, key):
-        aux_key, f_key = jax.random.split(key)
-        conditionals = augmentation.conditional(d, y, {"logits": f})
-        aux = draw_auxiliaries(aux_key, conditionals)
-        potential, precision = augmentation.natural(d, y, aux, {})["logits"]
-        scale = 1 / jnp.sqrt(precision + 1 / prior)
-        noise = jax.random.normal(f_key, f.shape)
-        return scale * (scale * potential + noise), f
-
-    @jax.jit
-    def chain(key):
-        return jax.lax.scan(sweep, jnp.zeros(3), jax.random.split(key, 300))[1][50:]
-
-    draws = np.asarray(jax.vmap(chain)(jax.random.split(KEY, 300)))
-    grid = np.linspace(-8, 8, 61)
-    f = np.stack(np.meshgrid(grid, grid, grid, indexing="ij"), -1).reshape(-1, 3)
-    log_density = gpaug.LogisticSoftmax(jnp.asarray(f)).log_prob(0)
-    weight = np.exp(log_density - 0.5 * (f**2).sum(-1) / prior)
-    weight /= weight.sum()
-    for power in (1, 2):
-        expected = weight @ f**power
-        chains = (draws**power).mean(1)
-        error = chains.std(0) / np.sqrt(len(chains))
-        assert np.all(np.abs(chains.mean(0) - expected) < 4 * error)
-
-
 def classifier(X, y=None, *, inducing, likelihood, num_classes=3, batch_size=None):
     positive = dist.constraints.positive
     lengthscale = numpyro.param("lengthscale", 1.0, constraint=positive)
@@ -355,20 +298,6 @@ def test_exact_sites_rise_to_a_stationary_point(x64, likelihood) -> None:
     probs = np.asarray(svi.posterior(result).predict_y(X).probs)
     assert np.isfinite(probs).all()
     assert (probs[:, 2] < 0.5).all()
-
-
-@pytest.mark.slow
-def test_minibatches_and_hyperparameters_of_the_softmax() -> None:
-    X, y = blobs(120)
-    svi = gpaug.ConjugateSVI(
-        classifier, gpaug.AutoSparseGP(classifier), optax.adam(0.02)
-    )
-    full = run(svi, X, y, 100, categorical)
-    result = run(svi, X, y, 300, categorical, batch_size=30)
-    loss = svi.evaluate(result.state, X, y, **full.kwargs)
-    assert np.isfinite(result.losses).all()
-    assert loss < full.losses[-1] + 0.03 * len(X)
-    assert abs(result.params["lengthscale"] - 1) > 0.05
 
 
 @pytest.mark.parametrize(

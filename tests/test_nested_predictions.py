@@ -8,7 +8,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
-from numpyro.infer import MCMC, NUTS, Predictive
+from numpyro.infer import Predictive
 from scipy import special, stats
 
 import numpyro_gpaug as gpaug
@@ -280,20 +280,6 @@ def test_a_process_at_new_inputs_against_its_draws():
     # Inducing values are whitened: no table has them.
     assert list(run.summary().index) == ["length", "scale"]
     assert set(run.get_samples()) > {"f.v", "f"}
-
-
-@pytest.mark.slow
-def test_a_process_at_new_inputs_against_nuts():
-    _, posterior, data = probabilities(200)
-    mcmc = MCMC(NUTS(process), num_warmup=2000, num_samples=2000, progress_bar=False)
-    mcmc.run(jax.random.key(1), *data, Z=Z)
-    predictive = Predictive(process, mcmc.get_samples())
-    expected = predictive(jax.random.key(2), INPUTS, Z=Z)["y"].mean(0)
-    found = posterior.predict_y(INPUTS).probs
-    np.testing.assert_allclose(found, expected, atol=0.05)
-    # In blocks of rows, the last one padded.
-    blocks = posterior.predict_y(INPUTS, batch_size=5)
-    np.testing.assert_allclose(blocks.probs, found, rtol=1e-4)
 
 
 @pytest.mark.slow

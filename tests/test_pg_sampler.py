@@ -120,27 +120,6 @@ def test_oracle_against_series(b, c):
         np.testing.assert_allclose(law(b, c).cdf(value), exact[0], atol=1e-6)
 
 
-@pytest.mark.slow
-def test_oracle_against_moments():
-    for b, c in [*GRID, (200.0, 7.0), (0.1, 1000.0)]:
-        mean, sd = moments(b, c)
-        inner = law(b, c).quantile(np.array([1e-11, 1 - 1e-11]))
-        nodes, weights = np.polynomial.legendre.leggauss(120)
-        total = []
-        # The variance in two halves, each with the tail that is small there.
-        for side, (low, high) in enumerate([(inner[0], mean), (mean, inner[1])]):
-            low, high = np.log(low), np.log(high)
-            x = np.exp((high + low) / 2 + (high - low) / 2 * nodes)
-            jacobian = weights * x * (high - low) / 2
-            tail = tails(x, b, c)[side]
-            first = np.sum(tail * jacobian)
-            second = 2 * np.sum(tail * np.abs(x - mean) * jacobian)
-            total.append((first, second))
-        (below, left), (above, right) = total
-        np.testing.assert_allclose(below, above, rtol=1e-7, atol=1e-9 * sd)
-        np.testing.assert_allclose(left + right, sd**2, rtol=1e-7)
-
-
 def log_rho(x: float, h: float) -> mpmath.mpf:
     """In 120-digit arithmetic."""
     total, binomial, n = mpmath.mpf(0), mpmath.mpf(1), 0

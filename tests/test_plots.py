@@ -226,16 +226,6 @@ def test_predictive_of_real_observations(series):
     assert edge.max() == pytest.approx(float(law.icdf(0.95).max()), rel=1e-5)
 
 
-@pytest.mark.slow
-def test_predictive_of_counts(series):
-    X, y, Z = series
-    counts = np.random.default_rng(0).poisson(np.exp(y))
-    ax = plots.plot_predictive(of_function(wave, X, counts, Z, "count"), X)
-    edge = ax.collections[0].get_paths()[0].vertices[:, 1]
-    assert (edge >= 0).all()
-    assert edge.max() > counts.mean()
-
-
 def test_predictive_of_labels(series):
     X, y, Z = series
     posterior = of_function(wave, X, (y > 0).astype(int), Z, "label")

@@ -8,11 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-import optax
 import pytest
 from jax import random
 from numpyro import handlers
-from numpyro.infer import SVI, Predictive, Trace_ELBO, log_likelihood
+from numpyro.infer import Predictive, Trace_ELBO, log_likelihood
 from numpyro.infer.util import log_density
 from scipy.stats import norm
 
@@ -74,12 +73,6 @@ def density(model, params, *args):
 
 
 # Values.
-
-
-@pytest.mark.usefixtures("x64")
-def test_values_are_the_brute_force_formula():
-    assert_close(values(V[0]), brute(V[0])[0], 10)
-    assert values(V[0]).shape == (7,)
 
 
 @pytest.mark.usefixtures("x64")
@@ -217,13 +210,6 @@ def test_hyperparameters_and_inducing_inputs_per_latent():
     for c in range(3):
         hyper = {"lengthscale": lengthscales[c], "variance": variances[c]}
         np.testing.assert_allclose(residual[c], brute(V[c], **hyper)[1], atol=1e-8)
-
-
-@pytest.mark.usefixtures("x64")
-def test_ard_lengthscales():
-    kernel = SquaredExponential(jnp.array([0.5, 2.0]), 1.5)
-    expected = brute(V[0], lengthscale=np.array([0.5, 2.0]))[0]
-    assert_close(values(V[0], kernel=kernel), expected, 10)
 
 
 @pytest.mark.usefixtures("x64")
@@ -448,41 +434,3 @@ def test_several_processes_and_linear_weights_add_up():
         np.testing.assert_allclose(mean, cross @ weights, atol=1e-4)
     new = posterior.predict_y(inputs)
     np.testing.assert_allclose(new.mean, total @ weights, atol=1e-4)
-
-
-@pytest.mark.slow  # quick in test_dtypes.py
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_dtypes_are_those_of_the_inputs(x64, dtype):
-    at, inducing = jnp.asarray(X, dtype), jnp.asarray(Z, dtype)
-    y = jnp.asarray(np.stack([Y > 0, Y < 1], 1), int)
-
-    def model(X, y=None):
-        start, positive = jnp.asarray(0.9, dtype), dist.constraints.positive
-        lengthscale = numpyro.param("lengthscale", start, constraint=positive)
-        kernel = SquaredExponential(lengthscale, 1.5)
-        gp = gpaug.GaussianProcess("f", kernel, inducing=inducing, num_latents=2)
-        with numpyro.plate("data", X.shape[0]):
-            numpyro.sample("y", dist.Bernoulli(logits=-gp(X)).to_event(1), obs=y)
-
-    svi, _, result = fit(model, at, y, steps=3, optim=optax.adam(0.1))
-    leaves = {
-        jax.tree_util.keystr(path): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(result.params)
-    }
-    assert {str(leaf.dtype) for leaf in leaves.values()} == {dtype}, leaves
-    posterior = svi.posterior(result)
-    assert {str(x.dtype) for x in posterior.predict_f(at)} == {dtype}
-    assert posterior.predict_y(at).probs.dtype == dtype
-    assert result.losses.dtype == dtype
-    draws = jax.eval_shape(Predictive(model, num_samples=2), random.key(0), at)
-    assert draws["f"].dtype == dtype
-    dense = gpaug.AutoSparseGP(model, covariance="dense")
-    stock = SVI(model, dense, optax.adam(0.1), gpaug.TraceAnalytic_ELBO())
-
-    def step(at, y):
-        state, loss = stock.update(stock.init(random.key(0), at, y), at, y)
-        return stock.get_params(state), loss
-
-    params, loss = jax.eval_shape(step, at, y)
-    assert loss.dtype == dtype
-    assert {str(x.dtype) for x in params.values()} == {dtype}

@@ -186,19 +186,6 @@ def test_likelihood_parameters_outside_their_constraint() -> None:
 
 
 @pytest.mark.slow
-def test_steps_continue_on_other_data() -> None:
-    X, y = toy(60)
-    Z = X[:10]
-    svi, first = run(learnt, X, y, inducing=Z, optim=optax.adam(0.05), num_steps=60)
-    state = first.state
-    for _ in range(30):
-        state, loss = svi.update(state, X, 1 - y, inducing=Z)
-    np.testing.assert_allclose(
-        loss, svi.evaluate(state, X, 1 - y, inducing=Z), rtol=0.2
-    )
-
-
-@pytest.mark.slow
 def test_local_latents_see_their_own_batch() -> None:
     """Outliers absorb their own noise, on minibatches as on full data."""
 

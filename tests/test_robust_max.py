@@ -191,17 +191,6 @@ def run_hard(names, dtype, kinds, num_steps, variances=(1.0, 1e3)):
 
 
 @pytest.mark.slow
-def test_hard_problems_learnt() -> None:
-    names = ("separable", "one class", "noise")
-    run_hard(names, "float32", [(learnt, optax.adam(0.1))], 25, (1e3,))
-
-
-@pytest.mark.slow
-def test_a_hard_problem_in_float64(x64) -> None:
-    run_hard(["separable"], "float64", [(model, None)], 25)
-
-
-@pytest.mark.slow
 def test_all_hard_problems(dtype) -> None:
     kinds = [(model, None), (learnt, optax.adam(0.1))]
     run_hard(hard_problems(), dtype, kinds, 200)
@@ -224,18 +213,6 @@ def test_bad_starts() -> None:
         result = run(svi, X, y, 100, inducing=X[:10], init_params=start)
         assert_monotone(result.losses, np.float32)
         assert result.losses[-1] < best + 20
-
-
-@pytest.mark.slow
-def test_minibatches() -> None:
-    X, y = blobs(200)
-    svi = fitter(learnt, optax.adam(0.01))
-    result = run(svi, X, y, 200, inducing=np.asarray(X)[:15], batch_size=40)
-    assert np.isfinite(result.losses).all()
-    assert result.losses[-50:].mean() < 0.6 * len(X)
-    probs = np.asarray(svi.posterior(result).predict_y(X).probs)
-    np.testing.assert_allclose(probs.sum(-1), 1, atol=1e-5)
-    assert (probs.argmax(-1) == y).mean() > 0.75
 
 
 @pytest.mark.parametrize(

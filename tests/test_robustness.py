@@ -74,20 +74,9 @@ def test_hard_problems_float32() -> None:
 
 
 @pytest.mark.slow
-def test_hard_problems_float64(x64) -> None:
-    run_hard(["separable", "noise"], np.float64, (1e4,), 40, ["auto"])
-
-
-@pytest.mark.slow
-def test_hard_problems_all_sites_float32() -> None:
+def test_hard_problems_all_sites(dtype) -> None:
     kinds = ["auto", "exact", "augmented"]
-    run_hard(PROBLEMS, np.float32, (1.0, 1e3, 1e4), 200, kinds)
-
-
-@pytest.mark.slow
-def test_hard_problems_all_sites_float64(x64) -> None:
-    kinds = ["auto", "exact", "augmented"]
-    run_hard(PROBLEMS, np.float64, (1.0, 1e3, 1e4), 200, kinds)
+    run_hard(PROBLEMS, dtype, (1.0, 1e3, 1e4), 200, kinds)
 
 
 @pytest.mark.slow

@@ -2,15 +2,12 @@
 """One model through every route, and the same posterior at the end of each."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from jax import random
 from numpyro import handlers
 from numpyro.infer import (
-    MCMC,
-    NUTS,
     SVI,
     Predictive,
     Trace_ELBO,
@@ -19,13 +16,10 @@ from numpyro.infer import (
 )
 
 import numpyro_gpaug as gpaug
-from tests.chains import sampled
 from tests.models import (
     blocks_of,
     brute_bound,
     classifier,
-    draw_data,
-    expected_terms,
     moments,
     projection,
 )
@@ -35,7 +29,6 @@ from tests.routes import (
     ONE,
     SLOW_ONE,
     SLOW_THREE,
-    conjugate,
     crossed,
     fitted,
     latents,
@@ -302,61 +295,6 @@ def test_minibatches_approach_the_full_optimum(num_latents, passed_in):
 # MCMC.
 
 
-def importance_moments(X, y, Z, q, count=40_000):
-    """Mean and variance of v under the exact posterior, from draws of ``q``."""
-    (mean,), (cover,) = q
-    rng = np.random.default_rng(0)
-    factor = np.linalg.cholesky(cover)
-    # A little wider than q: variational posteriors are too narrow.
-    eps = rng.normal(size=(count, len(mean)))
-    v = mean + 1.2 * eps @ factor.T
-    f = v @ projection(X, Z)[0]
-    sign = 2 * np.asarray(y) - 1.0
-    log_weight = -np.logaddexp(0, -sign * f).sum(1) - 0.5 * (v**2).sum(1)
-    log_weight += 0.5 * (eps**2).sum(1)
-    weight = np.exp(log_weight - log_weight.max())
-    weight /= weight.sum()
-    assert 1 / (weight**2).sum() > count / 4
-    centre = weight @ v
-    return centre, weight @ (v - centre) ** 2
-
-
-@pytest.mark.slow  # densities: test_process.py
-def test_nuts_samples_the_posterior_of_the_full_process():
-    X, y, _ = draw_data(seed=3, rows=8)
-    y = jnp.asarray(np.asarray(y)[:, 0])
-    svi, result = conjugate((X, y), {"inducing": X})
-    mean, variance = importance_moments(X, y, X, blocks_of(svi.guide, result.params))
-    mcmc = MCMC(NUTS(classifier), num_warmup=200, num_samples=800, progress_bar=False)
-    draws = sampled(mcmc, random.key(KEY), X, y, inducing=X)
-    predict = Predictive(classifier, draws)
-
-    @jax.jit
-    def stock_tools(new):
-        pointwise = log_likelihood(classifier, draws, X, y, inducing=X)["y"]
-        return predict(random.key(1), new, inducing=X), pointwise
-
-    assert set(draws) == {"f.v", "f"}
-    np.testing.assert_allclose(
-        draws["f"], draws["f.v"] @ projection(X, X)[0], atol=1e-6
-    )
-    deviation = np.sqrt(variance)
-    assert np.abs((draws["f.v"].mean(0) - mean) / deviation).max() < 0.25
-    assert np.abs(draws["f.v"].std(0) / deviation - 1).max() < 0.2
-    q = blocks_of(svi.guide, result.params)
-    assert np.abs((q[0][0] - mean) / deviation).max() < 0.05
-    assert np.abs(np.sqrt(np.diag(q[1][0])) / deviation - 1).max() < 0.1
-
-    new, pointwise = stock_tools(NEW)
-    assert new["f"].shape == new["y"].shape == (800, 11)
-    f = svi.posterior(result).predict_f(NEW)
-    error = (np.asarray(new["f"]).mean(0) - f.mean) / np.sqrt(f.variance)
-    assert np.abs(error).max() < 0.3
-    sign = 2 * np.asarray(y) - 1.0
-    expected = -np.logaddexp(0, -sign * np.asarray(draws["f"]))
-    np.testing.assert_allclose(pointwise, expected, rtol=1e-6, atol=1e-9)
-
-
 # Predictive and log_likelihood.
 
 
@@ -430,36 +368,3 @@ def test_log_likelihood_is_pointwise_at_the_projected_mean(num_latents):
 
 
 # Hyperparameters on the same bound.
-
-
-@pytest.mark.slow
-@latents
-def test_hyperparameters_meet_whoever_learns_them(num_latents):
-    args, kwargs = problem(num_latents, learn=True)
-    optim = optax.adam(optax.cosine_decay_schedule(0.1, 200))
-    svi, closed = conjugate(args, kwargs, 200, optim=optim)
-    assert np.all(np.diff(closed.losses) < 1e-8)
-    loss = gpaug.TraceAnalytic_ELBO()
-    _, result = stock(args, kwargs, loss, "dense", 1000)
-    assert abs(closed.losses[-1] - result.losses[-1]) < 1e-3
-    np.testing.assert_allclose(
-        closed.params["lengthscale"], result.params["lengthscale"], rtol=1e-2
-    )
-    q = blocks_of(svi.guide, closed.params)
-    at = {"lengthscale": float(closed.params["lengthscale"])}
-    expected = brute_bound(*args, kwargs["inducing"], q, **at)
-    np.testing.assert_allclose(-closed.losses[-1], expected, rtol=1e-2)
-    sides = [
-        brute_bound(*args, kwargs["inducing"], q, lengthscale=at["lengthscale"] * k)
-        for k in (0.9, 1.1)
-    ]
-    assert max(sides) < expected
-
-
-def test_the_augmented_terms_bound_the_exact_ones():
-    """Of the NumPy reference itself."""
-    m, v = np.array([0.3, -2, 5]), np.array([0.1, 3, 1.0])
-    for y in (0, 1):
-        labels = np.full(3, y)
-        exact = expected_terms(labels, m, v, "exact")
-        assert np.all(expected_terms(labels, m, v, "augmented") < exact)

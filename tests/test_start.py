@@ -66,23 +66,6 @@ def test_the_model_runs_once_per_purpose() -> None:
     assert model.since() == 0
 
 
-@pytest.mark.slow
-def test_batches_of_numpy_arrays_with_other_latents() -> None:
-    def model(X, y=None, *, inducing, batch_size=None):
-        lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0.0, 1.0))
-        kernel = gpaug.kernels.Matern52(lengthscale)
-        gp = gpaug.GaussianProcess("f", kernel, inducing)
-        with numpyro.plate("data", X.shape[0], subsample_size=batch_size) as i:
-            d = dist.Bernoulli(logits=gp(X[i]))
-            numpyro.sample("y", d, obs=None if y is None else y[i])
-
-    X, y = map(np.asarray, toy(60))
-    svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), optax.adam(0.1))
-    result = svi.run(KEY, 3, X, y, inducing=X[:5], batch_size=20, **QUIET)
-    assert np.isfinite(result.losses).all()
-    assert svi.posterior(result).predict_y(X[:3]).probs.shape == (3,)
-
-
 @pytest.fixture(scope="module")
 def fitted():
     """Data, the fitter of a classifier, and a fit."""

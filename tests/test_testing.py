@@ -13,13 +13,6 @@ from numpyro_gpaug.testing import check_augmentation
 Y = jnp.array([0, 1, 1, 0, 1])
 
 
-@pytest.mark.slow  # quick for likelihoods with the same auxiliaries
-def test_built_in_augmentations_conform(dtype) -> None:
-    zeros = jnp.zeros(5, dtype)
-    check_augmentation(dist.Bernoulli(logits=zeros), Y)
-    check_augmentation(dist.Normal(zeros, 0.7), jnp.linspace(-2, 2, 5))
-
-
 class WrongTilt(bernoulli.BernoulliLogits):
     def conditional(self, d, y, f):
         return {"omega": PolyaGamma(jnp.ones_like(f["logits"]), 1.1 * f["logits"])}

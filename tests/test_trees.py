@@ -96,45 +96,6 @@ def test_what_is_no_float_stays(optim, data, tmp_path) -> None:
     np.testing.assert_allclose(*means, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow  # in vectors it is quick in test_nested.py
-def test_a_collapsed_model_differentiates_in_trees(data) -> None:
-    """As in a vector of the same numbers."""
-
-    def small(X, y=None, *, tree):
-        weights, noise = tree["weights"], tree["noise"]
-        slopes = numpyro.sample("slopes", dist.Normal(0, 1).expand([2]).to_event(1))
-        with numpyro.plate("data", len(X)):
-            numpyro.sample("y", dist.Normal(X @ weights @ slopes, noise), obs=y)
-
-    def as_tree(X, y=None):
-        start = {"weights": WEIGHTS, "noise": jnp.float32(0.5), "bias": None}
-        small(X, y, tree=numpyro.param("net", start))
-
-    X, y = data
-
-    def density(weights):
-        values = {"weights": weights, "noise": jnp.float32(0.5), "bias": None}
-        collapsed = numpyro.handlers.seed(gpaug.collapse(as_tree), 0)
-        collapsed = numpyro.handlers.substitute(collapsed, data={"net": values})
-        trace = numpyro.handlers.trace(collapsed).get_trace(X, y)
-        return sum(
-            site["fn"].log_prob(site["value"]).sum()
-            for site in trace.values()
-            if site["type"] == "sample"
-        )
-
-    def evidence(weights):
-        loadings = X @ weights
-        covariance = loadings @ loadings.T + 0.25 * jnp.eye(len(X))
-        return dist.MultivariateNormal(0.0, covariance).log_prob(y)
-
-    found, expected = (
-        jax.jit(jax.value_and_grad(f))(WEIGHTS) for f in (density, evidence)
-    )
-    for left, right in zip(found, expected, strict=True):
-        np.testing.assert_allclose(left, right, rtol=2e-3, atol=2e-3)
-
-
 @pytest.mark.parametrize(
     "leaf", [jnp.tanh, "tanh", KEY], ids=["function", "str", "key"]
 )

@@ -22,7 +22,6 @@ from tests.function_space import (
     VARIANCES,
     exact_distance,
     linear,
-    root,
     somewhere,
     sparse_covariance,
     three,
@@ -307,9 +306,3 @@ def test_one_kernel_per_class_is_one_distance_per_class(x64) -> None:
         K, R = sparse_covariance(X, X[:5], scale, variance, tril)
         expected += exact_distance(mean, K, X @ params["W"][:, c], R) / 30
     assert float(heavy - light) / 2 == pytest.approx(expected, rel=1e-6)
-
-
-def test_root_of_a_matrix() -> None:
-    """Of the NumPy reference itself."""
-    half = np.random.default_rng(0).normal(size=(4, 4))
-    np.testing.assert_allclose(root(half @ half.T) @ root(half @ half.T), half @ half.T)

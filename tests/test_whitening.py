@@ -140,15 +140,6 @@ def test_hard_matrices_are_whitened(size) -> None:
             assert (explained > gram.diagonal() * (1 - tolerance)).all()
 
 
-@pytest.mark.slow  # quick for matrices
-def test_a_fit_on_duplicates_with_a_long_lengthscale(problems, fitters) -> None:
-    X, y, Z = problems[2]
-    twice = X, y, np.concatenate([Z[:100], Z[:100]])
-    for lengthscale in (2.0, 1e3):
-        hyper = {"kernel": SMOOTH, "lengthscale": lengthscale, "variance": 10.0}
-        assert np.isfinite(bound(fitters, twice, "float32", **hyper))
-
-
 def test_near_inducing_inputs_are_told_apart() -> None:
     """Pairs of them, .0015 apart: half of the eigenvalues are 1e-6, near to rounding
     errors."""
