@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import _lru_cache_wrapper
 from importlib.metadata import version
 from typing import Any
 
@@ -89,10 +90,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: ranks.get(item.path.stem, len(LONGEST)))
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """After a file: what is left is here to stay (traced programs), and Python need not
-    look through it again for what is not; it took seconds at a time."""
+    """After a file: its fits are gone, and Python need not look again through what is
+    left (traced programs); it took seconds at a time."""
     if nextitem is None or nextitem.path != item.path:
+        for known in vars(item.module).values():
+            own = getattr(known, "__module__", None) == item.module.__name__
+            if own and isinstance(known, _lru_cache_wrapper):
+                known.cache_clear()
         gc.collect()
         gc.freeze()
 

@@ -2,10 +2,12 @@
 """How often the user's model runs, what a fit remembers, and programs that another
 process finds compiled."""
 
+import gc
 import json
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import jax
@@ -64,6 +66,11 @@ def test_the_model_runs_once_per_purpose() -> None:
     model.since()
     again.predict_y(X[:9])
     assert model.since() == 0
+    # Nothing keeps a model and its programs once its fits are gone.
+    known = weakref.ref(model)
+    del model, svi, result, posterior, predict, again
+    gc.collect()
+    assert known() is None
 
 
 @pytest.fixture(scope="module")

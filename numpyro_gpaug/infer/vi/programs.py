@@ -97,7 +97,7 @@ class Programs:
         # fit into memory. Callers never pass in a state that a user holds.
         self.advance, self.advance_batches = (
             jit(
-                partial(fn), static_argnames=("plan", "static"),
+                fn, held="plan", static_argnames=("plan", "static"),
                 donate_argnames="state",
             )
             for fn in (run_chunk, run_batches)
