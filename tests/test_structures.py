@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Structures of Gaussians against dense matrices."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from numpyro_gpaug.gaussians import Chain, Dense, Groups, Layout, chain, groups
+from numpyro_gpaug.gaussians.base import GaussianFactors
 from numpyro_gpaug.gaussians.rows import Rows
 from numpyro_gpaug.math.ordering import Order
 from numpyro_gpaug.math.recurrences import filtered, split
@@ -141,6 +145,42 @@ def test_rows_in_the_order_of_groups(rows, groups):
     assert np.all(np.diff(ordered[:rows]) > -2 * near)
     np.testing.assert_array_equal(order.back(jnp.asarray(ordered)), group)
     assert order.weights(jnp.ones(rows)).sum() == rows
+
+
+@pytest.mark.parametrize("size", [1.0, 3e3])
+def test_variances_of_many_rows_are_sums_of_covariances(x64, monkeypatch, size):
+    """Unless these cancel each other: an intercept, and members of all groups whose
+    standard deviation is ``size`` times that of the noise."""
+    monkeypatch.setattr(groups, "rows_of_blocks", lambda *args, **kwargs: 64)
+    rng, structure = np.random.default_rng(0), Groups(Layout(20, 1, 62))
+    group, place = rng.integers(0, 20, 200), rng.integers(0, 60, (200, 1))
+    own, value = np.full((2, 200, 1), size)
+    rows = Rows(own, group, np.full((200, 2), [3 * size, 1.0]), value, place)
+    rows = jax.tree.map(jnp.asarray, rows)
+    zeros, ones = (jnp.full((1, 200), x, float) for x in (0, 1))
+    predictors = SimpleNamespace(offset=zeros[0], residual=zeros[0], rows=rows)
+    map_ = structure.map(predictors)
+    factors = GaussianFactors(zeros, ones)
+    natural = jax.tree.map(
+        jnp.add, structure.standard(jnp.float64), map_.information(factors)
+    )
+    q = natural.moments()
+    found = map_.marginals(q).variance[0]
+    dense = np.zeros((200, structure.size))
+    dense[np.arange(200), group] = dense[np.arange(200), 22 + place[:, 0]] = size
+    dense[:, 20:22] = [3 * size, 1.0]
+    covariance = np.linalg.inv(np.eye(structure.size) + dense.T @ dense)
+    wanted = np.einsum("ni,ij,nj->n", dense, covariance, dense)
+    np.testing.assert_allclose(found, wanted, rtol=1e-7)
+    single = jax.tree.map(jnp.float32, q)
+    found = replace(map_, rows=jax.tree.map(_float32, rows)).marginals(single)
+    np.testing.assert_allclose(found.variance[0], wanted, rtol=1e-3)
+    terms = np.stack(groups._terms(q, rows))
+    assert (np.abs(terms).sum(0).max() > 100 * wanted.min()) == (size > 1)
+
+
+def _float32(x):
+    return jnp.float32(x) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 def test_a_walk_that_is_hardly_seen_in_single_precision():

@@ -50,7 +50,9 @@ A *prior* is a :class:`StructurePrior`. A *map* takes latents to predictors, see
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import jax
@@ -183,6 +185,19 @@ class Structure(ABC):
     def largest_matrix(self) -> int:
         """Rows of the largest dense matrix that is factorised."""
         return self.layout.others
+
+    def variances(self, q: Any, rows: Any, over_rows: Callable[..., Array]) -> Array:
+        """Return the variances of predictors, (n,), for maps of rows.
+
+        :param q: the moments.
+        :param rows: all rows.
+        :param over_rows: applies a function to the rows, in blocks if they are many.
+        """
+        return over_rows(partial(self.spreads, q), rows)
+
+    def spreads(self, q: Any, rows: Any) -> Array:
+        """Return the variances of the predictors of a block of rows."""
+        raise NotImplementedError
 
     @property
     def independent(self) -> Layout:

@@ -42,7 +42,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_gpaug.gaussians.base import Layout
+from numpyro_gpaug.gaussians.base import Layout, Structure
 from numpyro_gpaug.gaussians.groups import (
     GroupMoments,
     GroupNatural,
@@ -615,6 +615,8 @@ class Chain(Groups):
     correlated: bool = False
 
     natural: ClassVar[Any] = ChainNatural
+    # Predictors may depend on two steps.
+    variances = Structure.variances
 
     @property
     def independent(self) -> Layout:

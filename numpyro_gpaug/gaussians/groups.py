@@ -26,6 +26,7 @@ models using lme4, section 3, which describes this factorisation.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -33,12 +34,17 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from numpyro_gpaug.gaussians.base import Layout, Structure
 from numpyro_gpaug.gaussians.rows import RowMap, Rows, shifts
 from numpyro_gpaug.math import linalg, small
 from numpyro_gpaug.math.blocks import cut_rows, rows_of_blocks, summed_blocks
+from numpyro_gpaug.math.sharding import shards
+
+# Squares for each covariance, at least, for variances from covariances; and how much
+# larger than variances their terms may be.
+_FEW, _CANCELLED = 8, 100
 
 
 def log_det_of(inverse: Array, whitener: Array) -> Array:
@@ -331,6 +337,28 @@ class Groups(Structure):
         own, rest = q.half(rows)
         return jnp.square(own).sum(-1) + jnp.square(rest).sum(-1)
 
+    def variances(self, q: Any, rows: Rows, over_rows: Callable[..., Array]) -> Array:
+        """Return the variances of predictors, (n,).
+
+        They are sums of K squares. Where rows depend on few of the K latents, sums of
+        few covariances take much less time, but these may cancel each other: then the
+        squares are computed after all.
+
+        :param q: the moments.
+        :param rows: all rows.
+        :param over_rows: applies a function to the rows, in blocks if they are many.
+        """
+        squares = partial(over_rows, partial(self.spreads, q), rows)
+        single, dense = rows.own.shape[-1] + rows.value.shape[-1], rows.dense.shape[-1]
+        few = _FEW * single * (single + dense) < self.layout.others < len(rows.dense)
+        many = self.rows_of_block(len(rows.dense), q.mean.dtype) is not None
+        if not (few and many) or shards() > 1:
+            return squares()
+        terms = jnp.stack(_terms(q, rows))
+        found, size = terms.sum(0), jnp.abs(terms).sum(0)
+        exact = (size <= _CANCELLED * found).all()
+        return lax.cond(exact, lambda: found, squares)
+
     def crossed(self, q: Any, left: Rows, right: Rows) -> Array:
         """Return the covariances of pairs of predictors, (P,). Rows of one group covary
         through both factors of :meth:`GroupMoments.half`, and rows of different groups
@@ -397,8 +425,10 @@ class Groups(Structure):
         They are symmetric once the sums of ``w r l'`` are added. Rows are taken in
         blocks if they are many."""
         number, width = left.dense.shape
-        size = self.rows_of_block(number, weights.dtype)
         groups, each, corner, _ = self.layout
+        # Few: a loop would copy the sums with every block.
+        numbers = (each + left.value.shape[-1]) * (each + width)
+        size = rows_of_blocks(number, numbers, weights.dtype)
         others, lead = corner - width, (groups, each)
         shapes = _Sums(
             (*lead, each), (*lead, corner),
@@ -429,6 +459,28 @@ def half_of(
     for r in range(own.shape[-1]):
         rest = rest - own[:, r, None] * cross[0, :, r][group]
     return ahead, rest
+
+
+def _terms(q: GroupMoments, rows: Rows) -> list[Array]:
+    """Return the terms, (n,), whose sums are the variances of predictors."""
+    own, group, dense, value, place = rows
+    width, (inverse, cross, whitener) = dense.shape[-1], (x[0] for x in q[1:])
+    within = inverse.mT @ inverse + cross @ cross.mT
+    across = -cross @ whitener
+    corner = whitener.T @ whitener
+    own_terms = jnp.einsum("ni,nij,nj->n", own, within[group], own)
+    mixed = jnp.einsum("nr,nrf,nf->n", own, across[..., :width][group], dense)
+    terms = [own_terms, 2 * mixed, ((dense @ corner[:width, :width]) * dense).sum(-1)]
+    for s in range(value.shape[-1]):
+        at = width + place[:, s]
+        rest = (corner[:, :width][at] * dense).sum(-1)
+        for r in range(own.shape[-1]):
+            rest = rest + own[:, r] * across[group, r, at]
+        terms += [2 * value[:, s] * rest]
+        for t in range(s + 1):
+            pair = corner[at, width + place[:, t]]
+            terms += [(1 + (s != t)) * value[:, s] * value[:, t] * pair]
+    return terms
 
 
 class _Sums(NamedTuple):

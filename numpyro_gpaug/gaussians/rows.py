@@ -65,9 +65,9 @@ class RowMap:
 
     The structure has ``shifts(rows, z)``; ``information(rows, potential, precision)``
     and ``coupling(left, right, cross)``, the information of factors about the latents;
-    the variances ``spreads(q, rows)`` and the covariances of pairs ``crossed(q, left,
-    right)`` under moments q; and ``rows_of_block(number, dtype)``. Its moments have
-    ``covariance(rows)``.
+    the variances ``variances(q, rows, over_rows)`` and the covariances of pairs
+    ``crossed(q, left, right)`` under moments q; and ``rows_of_block(number, dtype)``.
+    Its moments have ``covariance(rows)``.
 
     :param offset: predictors at latents of zero, (1, n).
     :param rows: the rows of A'.
@@ -118,8 +118,8 @@ class RowMap:
 
     def marginals(self, q: Any) -> Marginals:
         """Return marginals of the predictors; variances are sums of squares."""
-        spreads = partial(self.structure.spreads, q)
-        variance = self._put_back(self._over_rows(spreads, self.rows))
+        spreads = self.structure.variances(q, self.rows, self._over_rows)
+        variance = self._put_back(spreads)
         return Marginals(self(q.mean), self.residual + variance)
 
     def covariances(self, q: Any, left: Array, right: Array) -> Array:

@@ -193,6 +193,11 @@ class LatentGaussian:
         return single and likelihood.quadratic
 
     @property
+    def correlated(self) -> bool:
+        """Whether there are chains whose noise has covariances of its own."""
+        return any(map(_is_correlated, self.priors.values()))
+
+    @property
     def competes(self) -> bool:
         """Whether classes compete for data, so that their means move together."""
         likelihood: Any = self.likelihood
@@ -300,20 +305,6 @@ class LatentGaussian:
             {**old.divergences, name: kl},
         )
 
-    def solved(self, natural: Natural) -> tuple[Natural, Evaluation]:
-        """Return the optimum of a problem that is :attr:`quadratic`, and the evaluation
-        there.
-
-        :param natural: any start; the nearer it is, the smaller the rounding error.
-        """
-        ((name, old),) = natural.items()
-        maps: Any = self.maps
-        q = old.moments()
-        at = maps[name].given(selected(q.mean, self.latents.get(name)))
-        slopes = jax.grad(lambda at: self.likelihood({name: at}))(at)
-        found = {name: self._target(name, q, at, slopes)}
-        return found, self.evaluate(found)
-
     def slopes_at(
         self, name: str, evaluation: Evaluation, augmented: Array | None
     ) -> Marginals:
@@ -357,7 +348,7 @@ class LatentGaussian:
         at = evaluation.moments[name], evaluation.marginals[name], slopes
         q, at, slopes = selected(at, index)
         problem = self.of_latent(name, index)
-        return problem._target(name, q, at, slopes, least_precision)
+        return problem.aim(name, q.mean, at, slopes, least_precision)
 
     def targets(self, evaluation: Evaluation, augmented: Array | None) -> Natural:
         """Return the result of a whole step of all blocks.
@@ -546,7 +537,7 @@ class LatentGaussian:
 
         :param evaluation: the evaluation at the means.
         """
-        if any(map(_is_correlated, self.priors.values())):
+        if self.correlated:
             return {}
         ascents = self.ascents(evaluation)
         steps = self.newton(evaluation, ascents)
@@ -671,15 +662,17 @@ class LatentGaussian:
 
         return jax.grad(linearised)(floats)
 
-    def _target(
+    def aim(
         self,
         name: str,
-        q: Any,
+        mean: Array,
         at: Any,
         slopes: Any,
         least_precision: float = -jnp.inf,
     ) -> Any:
-        information = self.information(name, q, at, slopes, least_precision)
+        """Return the prior of a block times its Gaussian factors; parameters as for
+        :meth:`information`."""
+        information = self.information(name, mean, at, slopes, least_precision)
         natural, here = self.priors[name].natural, self.latents.get(name)
         if here is None:
             return jax.tree.map(jnp.add, natural, information)
@@ -689,7 +682,7 @@ class LatentGaussian:
     def information(
         self,
         name: str,
-        q: Any,
+        mean: Array,
         at: Any,
         slopes: Any,
         least_precision: float = -jnp.inf,
@@ -697,7 +690,7 @@ class LatentGaussian:
         """Return the information of the data about a block, a sum over rows.
 
         :param name: the block.
-        :param q: its moments.
+        :param mean: its means.
         :param at: its marginals.
         :param slopes: derivatives of the expected log-likelihood there.
         :param least_precision: see :meth:`target`.
@@ -706,7 +699,7 @@ class LatentGaussian:
         # A scale on the whole model multiplies likelihood and prior equally.
         scaled = jax.tree.map(lambda x: x / self.scales[name], factors)
         information = self.maps[name].information(scaled, at.mean)
-        return information.moved(selected(q.mean, self.latents.get(name)))
+        return information.moved(selected(mean, self.latents.get(name)))
 
 
 def _is_correlated(prior: Any) -> TypeGuard[ChainPrior]:

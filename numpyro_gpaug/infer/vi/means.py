@@ -22,7 +22,11 @@ from jax import Array, lax
 
 from numpyro_gpaug.gaussians.base import GaussianFactors
 from numpyro_gpaug.gaussians.pairs import PairedMap
-from numpyro_gpaug.infer.vi.latent_gaussian import Evaluation, LatentGaussian
+from numpyro_gpaug.infer.vi.latent_gaussian import (
+    Evaluation,
+    LatentGaussian,
+    Natural,
+)
 
 # The largest numbers of directions and of attempts along each, and the part of the
 # slope that may remain at the end of a line search.
@@ -121,7 +125,7 @@ class Means:
         q, problem = old.moments[name], self.problem
         pulled = problem.pull(name, mean) + problem.pull(name, q.mean)
         change = 0.5 * (pulled * (mean - q.mean)).sum(-1)
-        at = self._at._replace(mean=self._map.given(mean).mean)
+        at = self._at._replace(mean=problem._given(name, mean).mean)
         kl = {name: old.divergences[name] + change}
         new = problem._evaluation({name: q}, {name: at}, kl)
         better = new.bound >= old.bound - old.rounding
@@ -205,6 +209,31 @@ class Means:
         zero, infinite = jnp.zeros_like(size), jnp.full_like(size, jnp.inf)
         start = jnp.int32(0), size, zero, infinite, jnp.array(False), point
         return lax.while_loop(going, attempt, start)[-1]
+
+
+def solved(problem: LatentGaussian, natural: Natural) -> tuple[Natural, Evaluation]:
+    """Return the optimum of a problem that is quadratic, and the evaluation there.
+
+    Factors do not depend on the means, so that those at the prior's means define the
+    optimum. It is factorised once: rounding errors of its means, which are those of
+    their distance from the prior, are removed by a Newton step with the same factor.
+    Without such steps (:meth:`LatentGaussian.corrections`) the means start at the old
+    ones.
+
+    :param problem: the problem.
+    :param natural: any natural parameters.
+    """
+    ((name, old),) = natural.items()
+    start = old.moments().mean if problem.correlated else problem.priors[name].loc
+    at = problem._given(name, start)
+    slopes = jax.grad(lambda at: problem.likelihood({name: at}))(at)
+    found = problem.aim(name, start, at, slopes)
+    evaluation = problem.evaluate({name: found})
+    for step in problem.corrections(evaluation).values():
+        mean = evaluation.moments[name].mean
+        evaluation, _ = Means(problem, name, evaluation).moved(mean + step)
+        found = found.moved(evaluation.moments[name].mean - mean)
+    return {name: found}, evaluation
 
 
 def unsettled(at: Any, slopes: Any, precision: Array) -> Array:

@@ -118,7 +118,7 @@ def add_block(
     at = problem.evaluate(before.natural)
     found = {
         name: problem.information(
-            name, q, at.marginals[name], problem.slopes_at(name, at, augmented)
+            name, q.mean, at.marginals[name], problem.slopes_at(name, at, augmented)
         )
         for name, q in at.moments.items()
     }

@@ -17,6 +17,7 @@ from numpyro_gpaug.infer.vi.differentiation import floats_of, vjp, with_zeros
 from numpyro_gpaug.infer.vi.elbo import other_terms
 from numpyro_gpaug.infer.vi.epochs import epoch_length, next_batch
 from numpyro_gpaug.infer.vi.latent_gaussian import Evaluation, LatentGaussian, Natural
+from numpyro_gpaug.infer.vi.means import solved
 from numpyro_gpaug.infer.vi.plan import Plan, constrained
 from numpyro_gpaug.infer.vi.schedules import Adaptive, Schedule, as_schedule
 from numpyro_gpaug.infer.vi.settling import SETTLED, Place, settled
@@ -104,7 +105,7 @@ class Stepper:
         are reused."""
         steps = state.step_sizes
         if problem.quadratic and self._largest == 1:
-            natural, evaluation = problem.solved(state.natural)
+            natural, evaluation = solved(problem, state.natural)
         else:
             fresh = ~jnp.isfinite(evaluation.bound)
             natural, evaluation, steps = self._sweep(problem, state, evaluation, fresh)
@@ -201,7 +202,7 @@ class Stepper:
 
     def _settled(self, problem: Any, state: ConjugateState) -> Place:
         if problem.quadratic:
-            return *problem.solved(state.natural), state.step_sizes
+            return *solved(problem, state.natural), state.step_sizes
 
         natural = problem.rebased(state.natural)
         return settled(
