@@ -75,7 +75,13 @@ from numpyro_gpaug.likelihoods.expectations import (
     register_expectation,
 )
 from numpyro_gpaug.multilabel import ranking
-from numpyro_gpaug.predict import Averages, FunctionValues, Posterior, average
+from numpyro_gpaug.predict import (
+    Averages,
+    FunctionValues,
+    Posterior,
+    Posteriors,
+    average,
+)
 from numpyro_gpaug.spatial import SPDE
 
 __version__ = "0.1.0"
@@ -122,6 +128,7 @@ __all__ = [
     "PiecewiseNormal",
     "PolyaGamma",
     "Posterior",
+    "Posteriors",
     "RandomWalk2",
     "SpaceTime",
     "RobustMax",

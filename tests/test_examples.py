@@ -132,6 +132,15 @@ def test_benchmark_of_series_runs_at_small_sizes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_benchmark_of_many_responses(tmp_path: Path) -> None:
+    size = ["--responses", "8", "--rows", "40", "--subjects", "4", "--single", "2"]
+    printed = run("benchmarks/many_responses", tmp_path, *size, "--x64")
+    found = json.loads(printed)
+    assert found["verdicts"] == {"converged": 8}
+    assert max(found["apart"].values()) < 1e-6
+
+
+@pytest.mark.slow
 def test_benchmark_of_first_results_measures_every_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

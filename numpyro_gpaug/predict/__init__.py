@@ -3,7 +3,8 @@
 
 from numpyro_gpaug.predict.averages import Averages
 from numpyro_gpaug.predict.averaging import average
+from numpyro_gpaug.predict.many import Posteriors
 from numpyro_gpaug.predict.mixture import FunctionValues
 from numpyro_gpaug.predict.posterior import Posterior
 
-__all__ = ["Averages", "FunctionValues", "Posterior", "average"]
+__all__ = ["Averages", "FunctionValues", "Posterior", "Posteriors", "average"]

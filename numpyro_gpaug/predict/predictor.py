@@ -449,10 +449,7 @@ class Predictor:
             # All results of a program are there at once.
             jax.block_until_ready(jax.tree.leaves(found)[:1])
         at, marks, errors = found
-        # Inducing values are whitened: predict_f has the process.
-        hidden = {x for k in self.structure.functions for x in numbers_of(k)}
-        names = [s.name for s in self.structure.sites if s.name not in hidden]
-        shown = {k: SiteMoments(*at[k]) for k in names}
+        shown = {k: SiteMoments(*at[k]) for k in self.shown()}
         lost = {name: float(x) for name, x in errors.items()}
         flat = {k: x.mean for k, x in shown.items() if _is_small_vector(x.mean)}
         known = cache(partial(self.covariances, arguments, fitted, flat))
@@ -460,6 +457,28 @@ class Predictor:
             one = partial(lambda k: known()[k], k)
             shown[k] = shown[k]._replace(covariance=one)
         return shown, marks, lost
+
+    def shown(self) -> list[str]:
+        """Return the names of the Gaussian sites that summaries show."""
+        if not self.structure.joint:
+            return [block.site for block in self.structure.weights]
+        # Inducing values are whitened: predict_f has the process.
+        hidden = {x for k in self.structure.functions for x in numbers_of(k)}
+        return [s.name for s in self.structure.sites if s.name not in hidden]
+
+    def marginals(self, arguments: Arguments, fitted: Fitted) -> dict[str, SiteMoments]:
+        """Return moments of the sites that summaries show, for a fit that is not a
+        mixture; pure.
+
+        :param arguments: the model's arguments.
+        :param fitted: the fitted quantities.
+        """
+        if not self.structure.joint:
+            weights = self.weights(fitted).items()
+            return {k: SiteMoments(x.mean, x.variance) for k, x in weights}
+        view = self._view(*arguments, fitted)
+        q = self._moments(fitted.own)[JOINT]
+        return {k: _site(view, k, q) for k in self.shown()}
 
     @one_thread
     def covariances(

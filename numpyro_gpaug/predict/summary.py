@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 # Of larger ones only the marginals are given: the covariance would have as many rows.
 MAX_JOINT = 2000
+# The 95% quantile of a standard normal.
+_TAIL = 1.6448536
+_COLUMNS = ["mean", "sd", "5%", "50%", "95%"]
 
 
 class SiteMoments(NamedTuple):
@@ -137,7 +140,7 @@ def table(
     for name, (mean, variance, _) in sites.items():
         deviation = np.sqrt(np.asarray(variance))
         for label, m, s in _entries(name, np.asarray(mean), deviation):
-            tail = 1.6448536 * s  # of a normal, to 5 and 95%
+            tail = _TAIL * s
             rows[label] = [m, s, m - tail, m, m + tail]
     for name, value in points.items():
         value = np.asarray(value)
@@ -147,8 +150,36 @@ def table(
         weights = np.exp(np.asarray(members.log_weights, float))
         for name, values in members.values.items():
             rows |= _of_members(name, np.asarray(values), weights)
-    columns = ["mean", "sd", "5%", "50%", "95%"]
-    return pandas.DataFrame.from_dict(rows, orient="index", columns=columns)
+    return pandas.DataFrame.from_dict(rows, orient="index", columns=_COLUMNS)
+
+
+def long_table(
+    sites: dict[str, SiteMoments], points: dict[str, Any]
+) -> pandas.DataFrame:
+    """Return the :func:`table` of many responses, one below the other.
+
+    :param sites: Gaussian latents, with a leading axis over the responses.
+    :param points: latents and params that are fixed at a value, likewise.
+    """
+    import pandas
+
+    moments = {k: (x.mean, np.sqrt(x.variance)) for k, x in sites.items()}
+    fixed = {k: (x, np.full(np.shape(x), np.nan)) for k, x in points.items()}
+    labels: list[str] = []
+    columns = []
+    for name, (mean, deviation) in {**moments, **fixed}.items():
+        labels += [label for label, *_ in _entries(name, mean[0], deviation[0])]
+        columns.append([np.asarray(x).reshape(len(x), -1) for x in (mean, deviation)])
+    mean, deviation = (np.concatenate(x, 1) for x in zip(*columns, strict=True))
+    tail = _TAIL * deviation
+    number, index = len(mean), [range(len(mean)), labels]
+    return pandas.DataFrame(
+        np.stack(
+            [mean, deviation, mean - tail, mean + 0 * tail, mean + tail], -1
+        ).reshape(number * len(labels), -1),
+        pandas.MultiIndex.from_product(index, names=["response", "site"]),
+        _COLUMNS,
+    )
 
 
 def printed(found: pandas.DataFrame) -> str:

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh
+from tqdm.auto import tqdm
 
 from numpyro_gpaug._display import NotPickled, Rows, name_of
 from numpyro_gpaug._numpyro import one_thread
@@ -39,7 +40,7 @@ from numpyro_gpaug.infer.vi.resolution import (
 from numpyro_gpaug.infer.vi.result import ConjugateResult
 from numpyro_gpaug.infer.vi.schedules import Schedule
 from numpyro_gpaug.infer.vi.state import ConjugateState, unknown_bound
-from numpyro_gpaug.infer.vi.stopping import Stop
+from numpyro_gpaug.infer.vi.stopping import LEAST_RISE, Stop
 from numpyro_gpaug.math.arrays import in_dtype_of
 from numpyro_gpaug.math.processes import all_or_none, spans_processes
 from numpyro_gpaug.math.sharding import check_shards, on_mesh, partitioned, rows_mesh
@@ -47,8 +48,10 @@ from numpyro_gpaug.math.threads import threads_for
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.calls import check_key
 from numpyro_gpaug.model.closures import Version, watched
+from numpyro_gpaug.model.responses import Responses
 from numpyro_gpaug.model.signatures import signature_of
 from numpyro_gpaug.model.validation import explain_failure
+from numpyro_gpaug.predict.many import Posteriors
 from numpyro_gpaug.predict.posterior import Posterior
 
 if TYPE_CHECKING:
@@ -353,6 +356,64 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         found = run(turns=init_state is None) or run(turns=False)
         assert found is not None
         return found
+
+    @_of_the_model_now
+    def run_many(
+        self,
+        rng_key: Array,
+        num_steps: int,
+        *args: Any,
+        over: str | Sequence[str],
+        progress_bar: bool = True,
+        tol: float = LEAST_RISE,
+        **kwargs: Any,
+    ) -> Posteriors:
+        """Fit the model to many responses that share no latents and no hyperparameters:
+        genes, shops, sensors, imputed data sets, resampled data.
+
+        Each fit is that of :meth:`run` to the data of its response. The fits run side
+        by side in one compiled program (32 of a small model), which is called for one
+        block of responses after the other, so that memory is bounded. With ``mesh=``
+        the responses of a block are divided among the devices.
+
+        A fit that fails has a verdict, and the others go on.
+
+        :param rng_key: random key of every fit.
+        :param num_steps: number of steps of each fit, at most.
+        :param args: the model's arguments. Those in ``over`` have a leading axis over
+            the responses, and all responses share the others.
+        :param over: the name of an argument, or several names.
+        :param progress_bar: whether to show one.
+        :param tol: each fit stops as a :meth:`run` with this tolerance.
+        :param kwargs: the model's keyword arguments.
+        :return: the posteriors of all responses.
+        :raises ValueError: for names that are not arguments, axes of different lengths,
+            minibatches, and a model that cannot be fitted to any response.
+
+        **Example**
+
+        >>> import jax, numpyro, jax.numpy as jnp, numpyro.distributions as dist
+        >>> import numpyro_gpaug as gpaug
+        >>> def model(dose, y=None):
+        ...     slope = numpyro.sample("slope", dist.Normal(0, 1))
+        ...     with numpyro.plate("data", len(dose)):
+        ...         numpyro.sample("y", dist.Poisson(jnp.exp(slope * dose)), obs=y)
+        >>> dose = jnp.linspace(-1, 1, 6)
+        >>> counts = jnp.array([[0, 1, 1, 2, 2, 4], [5, 3, 1, 1, 0, 0]])
+        >>> svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
+        >>> fits = svi.run_many(
+        ...     jax.random.key(0), 50, dose, counts, over="y", progress_bar=False
+        ... )
+        >>> print(fits["slope"].mean.round(1))
+        [ 1.1 -1.4]
+        """
+        check_run(rng_key, num_steps, tol)
+        responses = Responses.split(self.model, args, kwargs, over)
+        bar = tqdm(total=responses.number, disable=not progress_bar)
+        with bar:
+            return self._programs.fit_each(
+                rng_key, num_steps, tol, responses, bar.update
+            )
 
     def _run(
         self,

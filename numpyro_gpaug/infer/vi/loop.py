@@ -73,11 +73,13 @@ def stepped(
     :param stepper: takes the steps.
     :param problem: the problem of all steps, if it is fixed and known.
     :param evaluation: the evaluation of it at the state.
-    :return: the state, losses (CHUNK,), the number of steps taken, and the last two.
+    :return: the state, the last losses (CHUNK,), the number of steps taken, and the
+        last two.
     """
     bound = jnp.full_like(state.bound, unknown_bound(state.bound.dtype))
     if stepper.plan.learns:  # otherwise no step depends on the last bound
-        bound = jnp.where(state.data == data, state.bound, bound)
+        known = (state.data == data) & ~jnp.isnan(state.bound)
+        bound = jnp.where(known, state.bound, bound)
     state = state._replace(bound=bound, data=jnp.asarray(data))
     if problem is None:
         problem = stepper.fixed(state)
@@ -86,16 +88,16 @@ def stepped(
 
     def going(carry: Any) -> Array:
         i, state, _, _ = carry
-        return (i < num_steps) & (
-            (tol <= 0) | (state.stalled < patience(stepper.plan, state, tol))
-        )
+        rises = (tol <= 0) | (state.stalled < patience(stepper.plan, state, tol))
+        # After a bound of NaN no step is accepted.
+        return (i < num_steps) & rises & ~jnp.isnan(state.bound)
 
     def body(carry: Any) -> Any:
         i, state, before, losses = carry
         new, evaluation = stepper.step(state, problem, before)
         new = counted(state, new, tol, before, evaluation, exact=exact)
         new = new._replace(natural=latents_apart(new.natural))
-        noted = losses.at[i].set(
+        noted = losses.at[i % CHUNK].set(
             -new.bound, mode="promise_in_bounds", wrap_negative_indices=False
         )
         return i + 1, new, evaluation, noted

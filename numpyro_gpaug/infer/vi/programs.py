@@ -38,6 +38,7 @@ from numpyro_gpaug.infer.vi.loop import (
     run_batches,
     run_chunk,
 )
+from numpyro_gpaug.infer.vi.many import Fit, fit_lanes, found, lanes
 from numpyro_gpaug.infer.vi.passes import Passes, add_block, add_gradient
 from numpyro_gpaug.infer.vi.plan import (
     Batch,
@@ -56,13 +57,20 @@ from numpyro_gpaug.infer.vi.start import (
 )
 from numpyro_gpaug.infer.vi.state import ConjugateState
 from numpyro_gpaug.math.compiling import jit
-from numpyro_gpaug.math.sharding import on_mesh
+from numpyro_gpaug.math.sharding import ROWS, on_mesh
+from numpyro_gpaug.math.threads import threads_for
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.calls import check_given
 from numpyro_gpaug.model.inspect import structure_at
 from numpyro_gpaug.model.padding import Padding
+from numpyro_gpaug.model.responses import Responses
 from numpyro_gpaug.model.structure import MAX_SHAPES, remembered
 from numpyro_gpaug.model.validation import check_arguments
+from numpyro_gpaug.predict.many import SMALL, Posteriors, in_blocks
+from numpyro_gpaug.predict.predictor import predictor_for
+
+# Responses that are tried, to find one that can be fitted.
+_TRIED = 20
 
 
 class Programs:
@@ -103,6 +111,11 @@ class Programs:
             for fn in (run_chunk, run_batches)
         )  # fmt: skip
         self.read = jit(partial(read_params, guide))
+        static = "plan", "predictor", "static", "which", "mesh"
+        self.lanes = jit(
+            partial(fit_lanes, settings, model, guide), small=SMALL,
+            static_argnames=static,
+        )  # fmt: skip
         self.loss, self.bounds, self.sums, self.slopes = (
             jit(partial(fn), static_argnames=("plan", "static"))
             for fn in (evaluate, bounds_of_batches, add_block, add_gradient)
@@ -241,6 +254,75 @@ class Programs:
         )
         return begun[1]
 
+    def fit_each(
+        self,
+        key: Array,
+        num_steps: int,
+        tol: float,
+        responses: Responses,
+        took: Callable[[int], Any],
+    ) -> Posteriors:
+        """Fit the model to many responses; see
+        :meth:`~numpyro_gpaug.ConjugateSVI.run_many`.
+
+        :param responses: the model's arguments.
+        :param took: called with the number of responses after each block.
+        """
+        plan, arguments = self._plan_of_each(key, responses)
+        natural = self._guide.initial_natural({})
+        devices = 1 if self._mesh is None else self._mesh.shape[ROWS]
+        size = devices * lanes(plan, arguments, responses.number)
+        predictor = predictor_for(self._guide, self._model, plan.structure)
+        options = {
+            "plan": plan, "predictor": predictor, "static": arguments.static,
+            "which": responses.which, "mesh": self._mesh,
+        }  # fmt: skip
+        steps, rise = np.int32(num_steps), np.asarray(tol, plan.dtype)
+
+        @one_thread
+        def fitted(places: np.ndarray) -> Fit:
+            arrays = responses.arrays(places)
+            return self.lanes(arrays, key, natural, steps, rise, **options)
+
+        with threads_for(plan.structure.largest):
+            fits: Fit = in_blocks(fitted, responses.number, size, took)
+        return Posteriors(
+            predictor, plan.structure, found(fits, num_steps, size), responses
+        )
+
+    @one_thread
+    def _plan_of_each(self, key: Array, responses: Responses) -> tuple[Plan, Arguments]:
+        """Return the plan of fits to many responses, and the arguments of one of them
+        that can be fitted.
+
+        :param key: random key.
+        :param responses: the model's arguments.
+        :raises ValueError: if the first responses cannot be fitted.
+        """
+        for i in responses.finite()[:_TRIED]:
+            args, kwargs = responses.one(i)
+            try:
+                check_arguments(self._model, args, kwargs)
+                arguments = self.check(Given(None, args, kwargs), begins=True)
+                break
+            except ValueError as error:
+                failure = error
+        else:
+            raise failure
+        natural = self._guide.initial_natural({})
+
+        def params() -> Any:
+            static = arguments.static
+            return self.begin(arguments.arrays, key, {}, natural, static=static)[1]
+
+        plan = self.plan(arguments, params)
+        if plan.noisy:
+            raise ValueError(
+                "run_many compares bounds, which minibatches and latents drawn at "
+                "random make noisy. Call run for each response"
+            )
+        return plan, arguments
+
     def plan_at(
         self, arguments: Arguments, state: ConjugateState, batch: Batch | None = None
     ) -> Plan:
@@ -298,6 +380,7 @@ class Programs:
         self._paces.clear()
         programs: tuple[Any, ...] = self.begin, self.advance, self.loss, self.read
         programs += self.bounds, self.advance_batches, self.sums, self.slopes
+        programs += (self.lanes,)
         for program in programs:
             program.clear_cache()
 

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Distributions of one kind, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, random
+from numpyro.distributions import Distribution
+
+
+class Stacked(Distribution):
+    """Many distributions of one kind, along a new first axis of the batch. It has their
+    methods and attributes (``mean``, ``probs``, ``icdf``), each with this axis.
+
+    :param each: the distributions, as ``jax.vmap`` returns them: one distribution whose
+        arrays have the new axis.
+    """
+
+    pytree_data_fields = ("each",)
+    arg_constraints: dict[str, Any] = {}
+
+    def __init__(self, each: Any) -> None:
+        self.each = each
+        number = len(jax.tree.leaves(each)[0])
+        super().__init__(
+            (number, *each.batch_shape), each.event_shape, validate_args=False
+        )
+
+    def _all(self, function: Callable[..., Any], *args: Any) -> Any:
+        return jax.vmap(function)(self.each, *args)
+
+    def _at(self, function: Callable[..., Any], value: Any, shape: Any) -> Array:
+        """Apply a function of a distribution and of values, whose last axes have a
+        given shape, to values of any number of leading axes."""
+        value = jnp.asarray(value)
+        lead = value.shape[: max(value.ndim - len(shape), 0)]
+        value = jnp.broadcast_to(value, lead + shape)
+        axis = len(lead)
+        return jax.vmap(function, (0, axis), axis)(self.each, value)
+
+    @property
+    def support(self) -> Any:
+        return self.each.support
+
+    @property
+    def mean(self) -> Array:
+        return self._all(lambda d: d.mean)
+
+    @property
+    def variance(self) -> Array:
+        return self._all(lambda d: d.variance)
+
+    def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
+        keys = random.split(key, self.batch_shape[0])
+        drawn = self._all(lambda d, key: d.sample(key, sample_shape), keys)
+        return jnp.moveaxis(drawn, 0, len(sample_shape))
+
+    def log_prob(self, value: Array) -> Array:
+        shape = self.batch_shape + self.event_shape
+        return self._at(lambda d, x: d.log_prob(x), value, shape)
+
+    def cdf(self, value: Array) -> Array:
+        return self._at(lambda d, x: d.cdf(x), value, self.batch_shape)
+
+    def icdf(self, q: Array) -> Array:
+        return self._at(lambda d, x: d.icdf(x), q, self.batch_shape)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or "each" not in vars(self):
+            raise AttributeError(name)
+        return self._all(lambda d: getattr(d, name))

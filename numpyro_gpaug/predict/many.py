@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The posteriors of one model for many responses."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import numpy as np
+import numpyro.distributions as dist
+from jax import Array
+from numpyro.distributions import Distribution
+
+from numpyro_gpaug._display import NotPickled, Rows, name_of
+from numpyro_gpaug._numpyro import Ordered, one_thread
+from numpyro_gpaug.distributions.stacked import Stacked
+from numpyro_gpaug.math.compiling import jit
+from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.latents import Structure
+from numpyro_gpaug.model.responses import Responses, in_lanes
+from numpyro_gpaug.model.structure import remembered
+from numpyro_gpaug.predict.mixture import Fitted, FunctionValues
+from numpyro_gpaug.predict.posterior import Posterior
+from numpyro_gpaug.predict.predictor import Predictor
+from numpyro_gpaug.predict.summary import SiteMoments, long_table
+
+if TYPE_CHECKING:
+    import pandas
+
+# The verdict of a fit that has converged; all others say what is wrong.
+CONVERGED = "converged"
+# With fewer numbers in the data of a program it is compiled quickly.
+SMALL = 1000
+
+
+class Fits(NamedTuple):
+    """What many fits have found; all arrays have a leading axis over the responses.
+
+    :param fitted: the fitted quantities.
+    :param sites: moments of the Gaussian sites.
+    :param bounds: the bounds, (responses,).
+    :param steps: the steps taken, (responses,).
+    :param verdicts: ``"converged"``, or what is wrong, (responses,).
+    :param lanes: responses that programs take at once.
+    """
+
+    fitted: Fitted
+    sites: dict[str, SiteMoments]
+    bounds: np.ndarray
+    steps: np.ndarray
+    verdicts: np.ndarray
+    lanes: int
+
+
+class Posteriors(
+    NotPickled,
+    instead="save what you need: summary(), values and bounds are plain data",
+):
+    """The posteriors of one model for many responses, which
+    :meth:`ConjugateSVI.run_many <numpyro_gpaug.ConjugateSVI.run_many>` returns. All
+    arrays have a leading axis over the responses.
+
+    :param predictor: the model, and function values under its guide.
+    :param structure: the structure of the model.
+    :param fits: what the fits have found.
+    :param responses: the model's arguments.
+    """
+
+    def __init__(
+        self,
+        predictor: Predictor,
+        structure: Structure,
+        fits: Fits,
+        responses: Responses,
+    ) -> None:
+        self._predictor, self._structure = predictor, structure
+        # A program returns dicts in the order of their names.
+        sites = {k: fits.sites[k] for k in predictor.shown()}
+        self._fits, self._responses = fits._replace(sites=sites), responses
+        self._programs: dict[Any, Any] = {}
+
+    def __len__(self) -> int:
+        return self._responses.number
+
+    @property
+    def bounds(self) -> np.ndarray:
+        """The bound of each fit, (responses,)."""
+        return self._fits.bounds
+
+    @property
+    def steps(self) -> np.ndarray:
+        """The number of steps of each fit, (responses,)."""
+        return self._fits.steps
+
+    @property
+    def verdicts(self) -> np.ndarray:
+        """``"converged"``, or what is wrong with a fit, (responses,)."""
+        return self._fits.verdicts
+
+    @property
+    def converged(self) -> np.ndarray:
+        """Whether each fit has converged, (responses,)."""
+        return self.verdicts == CONVERGED
+
+    @property
+    def values(self) -> dict[str, Array]:
+        """Latents and params that are fixed at a value (hyperparameters), by name."""
+        return self._fits.fitted.points
+
+    def __getitem__(self, site: str) -> dist.Normal:
+        """Return the marginal posteriors of a Gaussian latent, for all responses.
+
+        :param site: name of the sample site.
+        :raises KeyError: if the site is not Gaussian.
+        """
+        if site not in self._fits.sites:
+            cure = "; values has it" if site in self.values else ""
+            raise KeyError(
+                f"{site!r} is not among the Gaussian latents {[*self._fits.sites]}"
+                f"{cure}"
+            )
+        mean, variance, _ = self._fits.sites[site]
+        # Of a fit that failed they are NaN.
+        return dist.Normal(mean, np.sqrt(variance), validate_args=False)
+
+    def summary(self) -> pandas.DataFrame:
+        """Return mean, standard deviation and the 5, 50 and 95% quantiles of every
+        latent of every response, one below the other; see
+        :meth:`Posterior.summary <numpyro_gpaug.Posterior.summary>`. Fits that are not
+        finite have NaN.
+
+        :return: a data frame with rows ``(response, site)``: ``summary.loc[3]`` is the
+            table of response 3, and ``summary.xs("effect[2]", level="site")`` that of a
+            latent.
+        """
+        return long_table(self._fits.sites, self.values)
+
+    def posterior(self, response: int) -> Posterior:
+        """Return the posterior of one response, with all methods that the posterior of
+        its own fit has.
+
+        :param response: the number of the response.
+        :raises ValueError: if its fit is not finite.
+        """
+        response = range(len(self))[response]
+        if not np.isfinite(self.bounds[response]):
+            raise ValueError(
+                f"response {response} has no posterior: {self.verdicts[response]}"
+            )
+        args, kwargs = self._responses.one(response)
+        fitted = jax.tree.map(lambda x: x[response], self._fits.fitted)
+        with self._predictor.in_its_dtype(), self._predictor.running():
+            return Posterior.of_fit(
+                self._predictor, fitted, self._structure, args, kwargs
+            )
+
+    # -- predictions ------------------------------------------------------------------
+
+    def predict_y(
+        self,
+        *args: Any,
+        over: str | Sequence[str] = (),
+        site: str | None = None,
+        **kwargs: Any,
+    ) -> Distribution:
+        """Predict observations at new inputs, for all responses.
+
+        :param args: the model's arguments at new inputs, without observations.
+        :param over: names of the arguments with a leading axis over responses.
+        :param site: the observed site, if the model has several.
+        :param kwargs: the model's keyword arguments, where they differ from the fits'.
+        :return: a NumPyro distribution, with the responses along the first axis.
+        """
+
+        def predicted(posterior: Posterior, *args: Any, **kwargs: Any) -> Distribution:
+            return posterior.predict_y(*args, site=site, **kwargs)
+
+        return Stacked(self._map(("y", site), predicted, args, kwargs, over))
+
+    def predict_f(
+        self,
+        *args: Any,
+        over: str | Sequence[str] = (),
+        site: str | None = None,
+        **kwargs: Any,
+    ) -> FunctionValues:
+        """Predict function values, or predictors, at new inputs, for all responses; see
+        :meth:`predict_y`.
+
+        :param site: the process or observed site, if the model has several.
+        :return: means and variances, with the responses along the first axis.
+        """
+
+        def predicted(posterior: Posterior, *args: Any, **kwargs: Any) -> Any:
+            return posterior.predict_f(*args, site=site, **kwargs)
+
+        found: FunctionValues = self._map(("f", site), predicted, args, kwargs, over)
+        return found
+
+    def map(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        over: str | Sequence[str] = (),
+        **kwargs: Any,
+    ) -> Any:
+        """Return what a function computes from each posterior, stacked.
+
+        :param function: a function of a :class:`~numpyro_gpaug.Posterior`, followed by
+            the arguments, that JAX can trace, such as
+            ``lambda posterior, X: posterior.predict_y(X).mean``.
+        :param args: arguments of the model, which the function passes on.
+        :param over: names of those with a leading axis over responses.
+        :param kwargs: keyword arguments of the model.
+        :return: a tree of arrays, with the responses along the first axis.
+        """
+        return self._map(function, function, args, kwargs, over)
+
+    @one_thread
+    def _map(
+        self,
+        key: Any,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        over: str | Sequence[str],
+    ) -> Any:
+        """See :meth:`map`.
+
+        :param key: what the function computes.
+        """
+        good = np.flatnonzero(np.isfinite(self.bounds))
+        if not len(good):
+            raise ValueError(f"no fit is finite: {Counter(self.verdicts)}")
+        model, number = self._predictor.model, len(self)
+        given = Responses.split(model, args, kwargs, over, number)
+        # What the posteriors keep of the fits' arguments, and what they describe.
+        kept = self._fit_kept(int(good[0]))
+        first = Arguments.split(*given.one(int(good[0])))
+        which, static = given.which, first.static
+        described = self.posterior(int(good[0])).arguments
+
+        def one(arrays: tuple[Array, ...], each: tuple[Fitted, Any]) -> Ordered:
+            fitted, own = each
+            posterior = Posterior(self._predictor, fitted, described.holding(own))
+            args, kwargs = Arguments(arrays, static).merge()
+            return Ordered(function(posterior, *args, **kwargs))
+
+        program = remembered(
+            self._programs, (key, first.shapes, which),
+            lambda: jit(in_lanes(one, which), small=SMALL),
+        )  # fmt: skip
+        with self._predictor.in_its_dtype(), self._predictor.running():
+            return in_blocks(
+                lambda places: program(
+                    given.arrays(places),
+                    (self._at(places), {k: x[places] for k, x in kept.items()}),
+                ).tree,
+                number, self._fits.lanes,
+            )  # fmt: skip
+
+    def _at(self, places: np.ndarray) -> Fitted:
+        found: Fitted = jax.tree.map(lambda x: x[places], self._fits.fitted)
+        return found
+
+    def _fit_kept(self, first: int) -> dict[str, Any]:
+        """Return keyword arguments of the fits that predictions keep, and that differ
+        between responses."""
+        kwargs, flags = self._responses.kwargs, self._responses.over[1]
+        kept = self.posterior(first).arguments.kwargs
+        return {k: kwargs[k] for k in kept if any(jax.tree.leaves(flags[k]))}
+
+    def _display(self) -> tuple[str, Rows]:
+        counts = Counter(self.verdicts)
+        rows = [(str(number), verdict) for verdict, number in counts.most_common()]
+        title = f"{len(self)} posteriors of {name_of(self._predictor.model)}"
+        return title, rows
+
+
+def in_blocks(
+    function: Callable[[np.ndarray], Any],
+    number: int,
+    lanes: int,
+    took: Callable[[int], Any] = lambda _: None,
+) -> Any:
+    """Compute something for many responses, in blocks of one size.
+
+    :param function: a function of the numbers of some responses, which returns a tree
+        of arrays.
+    :param number: the number of responses.
+    :param lanes: the size of a block. The last one is filled up.
+    :param took: called with the number of responses of each block, once it is done.
+    :return: the tree, as NumPy arrays of all responses.
+    """
+    parts = []
+    for start in range(0, number, lanes):
+        places = np.minimum(np.arange(start, start + lanes), number - 1)
+        kept = min(lanes, number - start)
+        cut = partial(lambda x, kept: np.asarray(x)[:kept], kept=kept)
+        parts.append(jax.tree.map(cut, function(places)))
+        took(kept)
+    return jax.tree.map(lambda *blocks: np.concatenate(blocks), *parts)
