@@ -133,7 +133,7 @@ def main() -> None:
     }  # fmt: skip
     if how.single:
         found["apart"] = compared(svi, fits, (x, subject, y), how)
-    found |= {"machine": machine(), "versions": versions()}
+    found |= {"machine": machine(), "versions": versions("jax", "numpyro")}
     print(json.dumps(found, indent=2))
     if how.json:
         how.json.write_text(json.dumps(found, indent=2))

@@ -11,6 +11,7 @@ from numpyro_gpaug.diagnostics._loo import compare, loo
 from numpyro_gpaug.diagnostics._mcmc import vi_against_mcmc
 from numpyro_gpaug.diagnostics._nested import compare_evidence
 from numpyro_gpaug.diagnostics._pit import pit
+from numpyro_gpaug.diagnostics._sbc import Calibration, sbc
 from numpyro_gpaug.diagnostics._scores import (
     ReliabilityCurve,
     brier_score,
@@ -22,6 +23,7 @@ from numpyro_gpaug.diagnostics._tree import to_datatree
 from numpyro_gpaug.math.convergence import Convergence, convergence
 
 __all__ = [
+    "Calibration",
     "Convergence",
     "Psis",
     "ReliabilityCurve",
@@ -35,6 +37,7 @@ __all__ = [
     "psis_estimates",
     "psis_khat",
     "reliability_curve",
+    "sbc",
     "sensitivity",
     "to_datatree",
     "vi_against_mcmc",

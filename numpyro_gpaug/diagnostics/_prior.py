@@ -50,19 +50,19 @@ def log_priors(trace: Trace, names: Iterable[str]) -> dict[str, Array]:
     }
 
 
-def prior_sampler(model: Callable[..., Any], static: Any) -> Callable[..., Any]:
-    """Return a compiled function from ``(arrays, params, keys)`` to draws from the
-    prior and from the prior predictive distribution, by site.
+def one_draw(model: Callable[..., Any], static: Any) -> Callable[..., Any]:
+    """Return a function from ``(arrays, values, key)`` to a draw from the prior and one
+    from the prior predictive distribution, by site, given the values of some sites.
 
     :param model: a NumPyro model.
     :param static: the part of its arguments that is no array.
     """
 
     def one(
-        arrays: Any, params: dict[str, Any], key: Array
+        arrays: Any, values: dict[str, Any], key: Array
     ) -> tuple[dict[str, Array], dict[str, Array]]:
         own, new = random.split(key)
-        trace = run(model, Arguments(arrays, static), own, params, "noise")
+        trace = run(model, Arguments(arrays, static), own, values, "noise")
         prior, predicted = {}, {}
         for i, (name, site) in enumerate(trace.items()):
             observed = site["type"] == "sample" and site["is_observed"]
@@ -71,6 +71,18 @@ def prior_sampler(model: Callable[..., Any], static: Any) -> Callable[..., Any]:
             elif site["type"] in ("sample", "deterministic") and not observed:
                 prior[name] = site["value"]
         return prior, predicted
+
+    return one
+
+
+def prior_sampler(model: Callable[..., Any], static: Any) -> Callable[..., Any]:
+    """Return a compiled function from ``(arrays, params, keys)`` to draws from the
+    prior and from the prior predictive distribution, by site.
+
+    :param model: a NumPyro model.
+    :param static: the part of its arguments that is no array.
+    """
+    one = one_draw(model, static)
 
     def all_of(arrays: Any, params: dict[str, Any], keys: Array) -> Any:
         return jax.lax.map(lambda key: one(arrays, params, key), keys)

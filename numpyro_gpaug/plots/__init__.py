@@ -10,6 +10,7 @@ from numpyro_gpaug.plots._checks import (
     plot_elbo,
     plot_pit,
     plot_reliability,
+    plot_sbc,
     plot_vi_vs_mcmc,
 )
 from numpyro_gpaug.plots._functions import (
@@ -27,5 +28,6 @@ __all__ = [
     "plot_pit",
     "plot_predictive",
     "plot_reliability",
+    "plot_sbc",
     "plot_vi_vs_mcmc",
 ]

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jax.typing import ArrayLike
 
-from numpyro_gpaug.diagnostics import convergence, reliability_curve
+from numpyro_gpaug.diagnostics import Calibration, convergence, reliability_curve
+from numpyro_gpaug.diagnostics._sbc import EDGES
 from numpyro_gpaug.plots._axes import axes_or_new, by_method, diagonal, legend_above
 
 if TYPE_CHECKING:
@@ -174,6 +175,42 @@ def plot_pit(
         xlim=(0, 1), ylim=(0, 1), title="Calibration of quantiles",
     )  # fmt: skip
     ax.legend(frameon=False, loc="upper left")
+    return ax
+
+
+def plot_sbc(calibration: Calibration, *, ax: Axes | None = None) -> Axes:
+    """Plot how far the distribution functions of the positions of true values are from
+    uniform ones, with the band that contains a whole curve with a probability of 95%.
+
+    A curve that rises first and falls below zero later means that posteriors are too
+    narrow, and one that falls first that they are too wide.
+
+    :param calibration: from :func:`~numpyro_gpaug.diagnostics.sbc`.
+    :param ax: the axes; a new figure by default.
+
+    **Example**
+
+    >>> import numpy as np
+    >>> from numpyro_gpaug.diagnostics import Calibration
+    >>> positions = np.random.default_rng(0).uniform(size=(200, 3))
+    >>> plot_sbc(Calibration("", {"z": positions}, {})).get_xlabel()
+    'position of the true value in its posterior'
+    """
+    ax = axes_or_new(ax)
+    ax.fill_between(
+        EDGES, *calibration.band(), color="0.9", lw=0, zorder=0, label="95% if right"
+    )
+    for i, (name, curves) in enumerate(calibration.curves().items()):
+        label = name if len(curves) == 1 else f"{name} ({len(curves)})"
+        lines = ax.plot(EDGES, curves.T, color=f"C{i}", lw=1, alpha=0.7)
+        lines[0].set_label(label)
+    ax.axhline(0, color="0.7", lw=1, ls="--", zorder=1)
+    ax.set(
+        xlabel="position of the true value in its posterior",
+        ylabel="share below, minus position", xlim=(0, 1),
+        title="Simulation-based calibration",
+    )  # fmt: skip
+    ax.legend(framealpha=0.8, fontsize="small")
     return ax
 
 

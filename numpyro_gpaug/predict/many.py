@@ -106,6 +106,11 @@ class Posteriors(
         return self.verdicts == CONVERGED
 
     @property
+    def sites(self) -> tuple[str, ...]:
+        """Names of the Gaussian latents."""
+        return tuple(self._fits.sites)
+
+    @property
     def values(self) -> dict[str, Array]:
         """Latents and params that are fixed at a value (hyperparameters), by name."""
         return self._fits.fitted.points

@@ -1,0 +1,427 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Simulation-based calibration: fits to data sets that are drawn from the model."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jax import Array, lax, random
+from numpyro import handlers
+from numpyro.distributions import Unit
+from scipy.special import ndtr
+from tqdm.auto import tqdm
+
+from numpyro_gpaug._display import Displayed, Rows, name_of
+from numpyro_gpaug._numpyro import residual_policy
+from numpyro_gpaug.diagnostics._arviz import tree_of
+from numpyro_gpaug.diagnostics._prior import one_draw
+from numpyro_gpaug.diagnostics._run import run, scaled
+from numpyro_gpaug.infer import ConjugateSVI, NestedVI
+from numpyro_gpaug.likelihoods.expectations import base_distribution
+from numpyro_gpaug.math.compiling import jit
+from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.calls import check_count, check_key
+from numpyro_gpaug.predict import Posteriors
+
+if TYPE_CHECKING:
+    import pandas
+    from xarray import DataTree
+
+# The name of the log-likelihood among the ranked quantities.
+LIKELIHOOD = "log_likelihood"
+# Where distribution functions are compared, and draws of the null distribution.
+POINTS, NULL = 100, 1000
+EDGES = np.arange(1, POINTS) / POINTS
+# Quantities that a calibration shows when it is printed.
+SHOWN = 5
+
+
+class Calibration(Displayed):
+    """The positions of true values in their posteriors, for data sets drawn from the
+    model: uniform between 0 and 1 if the posteriors are right.
+
+    :param title: what was calibrated.
+    :param positions: by site, (data sets, ...), between 0 and 1; NaN where a fit
+        failed.
+    :param failures: what was wrong, by the number of the data set.
+    :param uncertified: numbers of data sets whose fit has a certificate, and says that
+        it is not reliable. They are not left out.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        positions: dict[str, np.ndarray],
+        failures: dict[int, str],
+        uncertified: Sequence[int] = (),
+    ) -> None:
+        self._title, self.positions, self.failures = title, positions, failures
+        self.uncertified = tuple(uncertified)
+
+    @cached_property
+    def table(self) -> pandas.DataFrame:
+        """The quantities, those that are calibrated worst first: the mean of their
+        positions (a half, unless the posterior is too low or too high), how many of the
+        true values are in their central 50 and 90% intervals, and the probability
+        ``p`` that the distribution function of uniform positions leaves the diagonal as
+        far."""
+        import pandas
+
+        rows = {}
+        for name, values in self.positions.items():
+            good = _complete(values)
+            for place in np.ndindex(good.shape[1:]):
+                label = f"{name}[{', '.join(map(str, place))}]" if place else name
+                one = good[(slice(None), *place)]
+                inside = [np.mean(np.abs(one - 0.5) < x / 2) for x in (0.5, 0.9)]
+                rows[label] = [one.mean(), *inside, uniformity(one)]
+        columns = ["mean", "50%", "90%", "p"]
+        found = pandas.DataFrame.from_dict(rows, orient="index", columns=columns)
+        return found.sort_values("p", kind="stable")
+
+    @property
+    def tree(self) -> DataTree:
+        """The positions as a tree with the group ``prior_sbc``, with dimensions
+        ``chain`` (of size 1) and ``draw``, one for each data set:
+        ``arviz_plots.plot_ecdf_pit(calibration.tree, group="prior_sbc")``."""
+        return tree_of({"prior_sbc": {k: x[None] for k, x in self.positions.items()}})
+
+    def curves(self) -> dict[str, np.ndarray]:
+        """Return the empirical distribution functions at :data:`EDGES` by site,
+        (entries, edges), minus those of uniform positions."""
+        found = {}
+        for name, values in self.positions.items():
+            flat = np.sort(_complete(values), 0)
+            columns = flat.reshape(len(flat), -1).T
+            shares = [np.searchsorted(x, EDGES, side="right") for x in columns]
+            found[name] = np.stack(shares) / len(flat) - EDGES
+        return found
+
+    def band(self, level: float = 0.95) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ends of the band that contains a whole curve of :meth:`curves`
+        with a given probability, if positions are uniform.
+
+        :param level: the probability.
+        """
+        from scipy.stats import binom  # takes half a second to import
+
+        number = min(len(_complete(x)) for x in self.positions.values())
+        tail = np.quantile(_null(number), 1 - level)
+        lower, upper = (binom.ppf(q, number, EDGES) for q in (tail, 1 - tail))
+        return lower / number - EDGES, upper / number - EDGES
+
+    def _display(self) -> tuple[str, Rows]:
+        table = self.table
+        rows = [
+            (str(label), f"p = {row['p']:.3g}", f"{row['90%']:.0%} in 90% intervals")
+            for label, row in table.head(SHOWN).iterrows()
+        ]
+        if self.failures:
+            rows.append((f"{len(self.failures)} fits failed", "", ""))
+        if self.uncertified:
+            rows.append((f"{len(self.uncertified)} fits are not certified", "", ""))
+        return f"{self._title}, worst of {len(table)} quantities", rows
+
+
+def sbc(
+    model: Callable[..., Any],
+    key: Array,
+    num: int,
+    *args: Any,
+    fit: Callable[[Callable[..., Any]], Any] = NestedVI,
+    given_data: bool = False,
+    num_draws: int = 99,
+    num_steps: int = 500,
+    progress_bar: bool = True,
+    **kwargs: Any,
+) -> Calibration:
+    """Check a model and a way to fit it by simulation-based calibration: draw latents
+    from the prior and data from the likelihood, fit every data set, and find the
+    position of the true latents in their posteriors. If the fits are right, positions
+    are uniform. A hump means that posteriors are too wide; high ends mean that they are
+    too narrow.
+
+    Every latent site is compared, and the log-likelihood, which depends on the data: a
+    posterior that equals the prior would have uniform positions of latents, too.
+
+    :param model: a NumPyro model, in which every latent has a proper prior.
+    :param key: random key.
+    :param num: the number of data sets.
+    :param args: the model's arguments, observations included. Their values are replaced
+        by simulated ones.
+    :param fit: makes a fitter from a model: the default
+        :class:`~numpyro_gpaug.NestedVI`; ``lambda model: MCMC(NUTS(model), ...,
+        jit_model_args=True)``; or ``lambda model: ConjugateSVI(model,
+        AutoLatentGaussian(model))``, all of whose fits run side by side, and whose
+        hyperparameters have no posterior. Several chains count as one.
+    :param given_data: draw the latents from the posterior given the observations that
+        were passed, not from the prior, and fit every data set together with these
+        observations. This checks the fit where the posterior is, for wide priors too.
+    :param num_draws: draws from each posterior that a true value is compared with: the
+        draws of a fit, thinned evenly.
+    :param num_steps: steps of each fit by a :class:`~numpyro_gpaug.ConjugateSVI`.
+    :param progress_bar: whether to show one.
+    :param kwargs: the model's keyword arguments.
+    :raises ValueError: for models without observations, with params, with improper
+        priors, or with a :func:`numpyro.factor`, whose data cannot be drawn.
+
+    **Example**
+
+    >>> import jax, numpyro, jax.numpy as jnp, numpyro.distributions as dist
+    >>> import numpyro_gpaug as gpaug
+    >>> def model(y):
+    ...     z = numpyro.sample("z", dist.Normal(0.0, 1.0))
+    ...     with numpyro.plate("data", len(y)):
+    ...         numpyro.sample("y", dist.Normal(z, 1.0), obs=y)
+    >>> def fit(model):
+    ...     return gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
+    >>> found = sbc(
+    ...     model, jax.random.key(0), 200, jnp.zeros(3), fit=fit, progress_bar=False
+    ... )
+    >>> found.positions["z"].shape, bool(found.table.loc["z", "p"] > 0.01)
+    ((200,), True)
+
+    References: Talts, Betancourt, Simpson, Vehtari and Gelman (2018), Validating
+    Bayesian inference algorithms with simulation-based calibration; Modrak, Moon, Kim,
+    Burkner, Huurre, Faltejskova, Gelman and Vehtari (2023), Simulation-based
+    calibration checking for Bayesian computation; Sailynoja, Burkner and Vehtari
+    (2022), Graphical test for discrete uniformity and its applications in
+    goodness-of-fit evaluation and multiple sample comparison.
+    """
+    check_key(key)
+    check_count("num", num)
+    check_count("num_draws", num_draws)
+    arguments = Arguments.split(args, kwargs)
+    truth_key, fit_key, tie_key = random.split(key, 3)
+    values: dict[str, Any] = {}
+    if given_data:
+        values = _posterior_draws(fit(model), truth_key, args, kwargs, num)
+    try:
+        truth, data = _drawn(model, arguments, random.split(truth_key, num), values)
+    except NotImplementedError as error:
+        raise ValueError(
+            "a prior of the model is improper, so that nothing can be drawn from it"
+        ) from error
+    simulated = (_with_more if given_data else _with)(model)
+    fitter = fit(simulated)
+    title = f"{name_of(model)} by {type(fitter).__name__}, {num} data sets"
+    if isinstance(fitter, ConjugateSVI):
+        fits = fitter.run_many(
+            fit_key, num_steps, data, *args, over="data", progress_bar=progress_bar,
+            **kwargs,
+        )  # fmt: skip
+        return Calibration(title, *_in_normals(fits, truth))
+    likelihood = _likelihood(simulated, arguments.static)
+
+    def one(i: int) -> dict[str, np.ndarray]:
+        here, true = ({k: x[i] for k, x in y.items()} for y in (data, truth))
+        with warnings.catch_warnings():
+            # A verdict of each fit would be repeated for every data set.
+            warnings.simplefilter("ignore")
+            fitter.run(random.fold_in(fit_key, i), here, *args, **kwargs)
+        draws = fitter.get_samples()
+        both = {k: _joined(true[k], draws[k], num_draws) for k in true}
+        density = likelihood(arguments.arrays, here, both)
+        return {**both, LIKELIHOOD: np.asarray(density, float)}
+
+    rng = np.random.default_rng(np.asarray(random.key_data(tie_key)).ravel())
+    positions: dict[str, np.ndarray] = {}
+    failures: dict[int, str] = {}
+    uncertified = []
+    for i in tqdm(range(num), disable=not progress_bar):
+        try:
+            values = one(i)
+        except ValueError as error:
+            failures[i] = str(error)
+            continue
+        if not getattr(fitter, "certified", True):
+            uncertified.append(i)
+        for name, each in values.items():
+            empty = np.full((num, *each.shape[1:]), np.nan)
+            positions.setdefault(name, empty)[i] = _position(each, rng)
+    if not positions:
+        raise ValueError(f"no data set could be fitted: {failures[0]}")
+    return Calibration(title, positions, failures, uncertified)
+
+
+def _complete(values: np.ndarray) -> np.ndarray:
+    """Return the rows without NaN."""
+    return values[np.isfinite(values).reshape(len(values), -1).all(1)]
+
+
+def uniformity(positions: np.ndarray) -> float:
+    """Return the probability that the empirical distribution function of uniform
+    positions is somewhere as far from the diagonal, in binomial tail probabilities.
+
+    :param positions: numbers between 0 and 1, (n,).
+    """
+    counts = np.searchsorted(np.sort(positions), EDGES, side="right")
+    null = _null(len(positions))
+    return float((1 + (null <= _smallest(counts, len(positions))).sum()) / (1 + NULL))
+
+
+@cache
+def _null(number: int) -> np.ndarray:
+    """Return draws of :func:`_smallest` for uniform positions."""
+    rng = np.random.default_rng(0)
+    even = rng.multinomial(number, np.full(POINTS, 1 / POINTS), NULL)
+    return _smallest(np.cumsum(even, 1)[:, :-1], number)
+
+
+def _smallest(counts: np.ndarray, number: int) -> np.ndarray:
+    """Return the smallest binomial tail probability of numbers of positions below
+    :data:`EDGES`, (..., edges)."""
+    from scipy.stats import binom  # takes half a second to import
+
+    below = binom.cdf(counts, number, EDGES)
+    above = binom.sf(counts - 1, number, EDGES)
+    return np.minimum(below, above).min(-1)
+
+
+def _with(model: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the model with observations by site as its first argument."""
+
+    def simulated(data: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        return handlers.condition(model, data=data)(*args, **kwargs)
+
+    return simulated
+
+
+def _with_more(model: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the model with further observations, given the same latents, by site as
+    its first argument."""
+
+    def simulated(data: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        with handlers.trace() as first:
+            model(*args, **kwargs)
+        latents = {k: s["value"] for k, s in first.items() if _is_latent(s)}
+        again = handlers.substitute(handlers.condition(model, data=data), data=latents)
+        seen = handlers.block(again, hide_fn=lambda s: not s.get("is_observed"))
+        handlers.scope(seen, prefix="again")(*args, **kwargs)
+
+    return simulated
+
+
+def _is_latent(site: dict[str, Any]) -> bool:
+    return site["type"] == "sample" and not site["is_observed"]
+
+
+def _posterior_draws(
+    fitter: Any, key: Array, args: Any, kwargs: Any, num: int
+) -> dict[str, np.ndarray]:
+    """Return draws from the posterior given the observations.
+
+    :raises ValueError: if there are fewer draws than data sets, or none.
+    """
+    if not hasattr(fitter, "get_samples"):
+        raise ValueError(
+            f"given_data needs draws from the posterior, and {type(fitter).__name__} "
+            "has none. Use NestedVI or MCMC"
+        )
+    fitter.run(key, *args, **kwargs)
+    draws = fitter.get_samples()
+    found = len(next(iter(draws.values())))
+    if found < num:
+        raise ValueError(
+            f"the fit has {found} draws from the posterior, fewer than {num} data "
+            "sets. Raise its num_samples"
+        )
+    return {k: _thinned(np.asarray(x), num) for k, x in draws.items()}
+
+
+def _drawn(
+    model: Callable[..., Any], arguments: Arguments, keys: Array, values: dict[str, Any]
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Return latents and data, by site, for every key.
+
+    :param values: latents by name, if they are not drawn from their priors.
+    :raises ValueError: for a model whose data or latents cannot be drawn.
+    """
+    trace = run(model, arguments, random.key(0), {}, "noise")
+    params = [k for k, s in trace.items() if s["type"] == "param"]
+    if params:
+        raise ValueError(
+            f"{params} are params, and have no prior to draw from. Make them sample "
+            "sites, or fix them"
+        )
+    sites = {k: s for k, s in trace.items() if s["type"] == "sample"}
+    observed = {k: s for k, s in sites.items() if s["is_observed"]}
+    factors = [
+        k for k, s in observed.items() if isinstance(base_distribution(s["fn"]), Unit)
+    ]
+    if factors:
+        raise ValueError(f"{factors[0]!r} is a numpyro.factor, which has no data")
+    if not observed:
+        raise ValueError(
+            "the model has no observations. Pass them, as for a fit: their shapes are "
+            "those of the data sets"
+        )
+    latents = [k for k in sites if k not in observed]
+    given = {k: values[k] for k in latents if k in values}
+    one = one_draw(model, arguments.static)
+
+    @jit
+    def every(arrays: Any, given: dict[str, Any], keys: Array) -> Any:
+        return lax.map(lambda each: one(arrays, *each), (given, keys))
+
+    found = every(arguments.arrays, given, keys)
+    prior, data = jax.tree.map(np.asarray, found)
+    return {k: prior[k] for k in latents}, data
+
+
+def _in_normals(
+    fits: Posteriors, truth: dict[str, np.ndarray]
+) -> tuple[dict[str, np.ndarray], dict[int, str]]:
+    """Return positions in normal marginals, and what was wrong."""
+    positions = {}
+    for name in (k for k in truth if k in fits.sites):
+        normal = fits[name]
+        apart = (truth[name] - normal.mean) / np.sqrt(normal.variance)
+        positions[name] = ndtr(np.asarray(apart, float))
+    wrong = np.flatnonzero(~fits.converged)
+    return positions, {int(i): str(fits.verdicts[i]) for i in wrong}
+
+
+def _likelihood(model: Callable[..., Any], static: Any) -> Callable[..., Array]:
+    """Return a compiled function from ``(arrays, data, latents)`` to log-likelihoods;
+    draws first."""
+
+    def at(arrays: Any, data: Any, latents: dict[str, Array]) -> Array:
+        args, kwargs = Arguments(arrays, static).merge()
+
+        def one(values: dict[str, Array]) -> Array:
+            filled = handlers.substitute(model, data=values)
+            seeded = handlers.seed(residual_policy(filled, "mean"), random.key(0))
+            trace = handlers.trace(seeded).get_trace(data, *args, **kwargs)
+            terms = [
+                scaled(s["fn"].log_prob(s["value"]), s["scale"]).sum()
+                for s in trace.values()
+                if s["type"] == "sample" and s["is_observed"]
+            ]
+            return sum(terms[1:], terms[0])
+
+        return lax.map(one, latents)
+
+    return jit(at)
+
+
+def _joined(true: np.ndarray, draws: Any, num: int) -> np.ndarray:
+    """Return the true value, followed by some of the draws, evenly thinned."""
+    return np.concatenate([true[None], _thinned(np.asarray(draws), num)])
+
+
+def _thinned(draws: np.ndarray, num: int) -> np.ndarray:
+    places = np.linspace(0, len(draws) - 1, min(num, len(draws))).astype(int)
+    return draws[places]
+
+
+def _position(values: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Return the position of the first of some values among the others."""
+    true, draws = values[0], values[1:]
+    below, ties = (draws < true).sum(0), (draws == true).sum(0)
+    return (below + rng.uniform(size=true.shape) * (ties + 1)) / (len(draws) + 1)
