@@ -160,6 +160,33 @@ def test_other_arguments_are_refused() -> None:
     refused(TypeError, "got a float", x, subject, 1.0, y, over="exposure")
 
 
+def levels(y):
+    tau = numpyro.sample("tau", dist.HalfNormal(1.0))
+    level = numpyro.sample("level", dist.Normal(0.0, tau))
+    with numpyro.plate("data", len(y)):
+        numpyro.sample("y", dist.Poisson(jnp.exp(level)), obs=y)
+
+
+def test_nested_runs_are_those_of_each() -> None:
+    y = np.arange(12).reshape(3, 4)
+    y[1, 2] = -1
+    nested = gpaug.NestedVI(levels, num_points=64, progress_bar=False)
+    with pytest.warns(UserWarning, match="1 of 3 runs are not certified"):
+        runs = nested.run_many(KEY, y, over="y")
+    assert runs.certified.tolist() == [True, False, True]
+    assert "outside" in runs.verdicts[1]
+    assert "2  certified" in repr(runs)
+    table = runs.summary()
+    assert table.loc[1].isna().all(axis=None)
+    nested.run(KEY, y[2])
+    np.testing.assert_array_equal(table.loc[2], nested.summary())
+    fields = nested.get_extra_fields()
+    assert runs.khats[2] == fields["khat"]
+    assert runs.log_evidences[2] == fields["log_evidence"]
+    with pytest.raises(ValueError, match="no response could be fitted"):
+        nested.run_many(KEY, -y[:2] - 1, over="y")
+
+
 def test_minibatches_are_refused() -> None:
     def drawn(x, y=None):
         w = numpyro.sample("w", dist.Normal(0.0, 1.0))

@@ -191,7 +191,7 @@ def herds(herd, total, y=None):
 def test_nested_runs_are_calibrated() -> None:
     herd, total = jnp.arange(15) % 5, jnp.full(15, 6)
     found = sbc(
-        herds, KEY, 150, herd, total, jnp.zeros(15, int),
+        herds, KEY, 60, herd, total, jnp.zeros(15, int),
         fit=lambda model: gpaug.NestedVI(model, num_points=128, progress_bar=False),
         progress_bar=False,
     )  # fmt: skip
@@ -203,7 +203,7 @@ def test_nested_runs_are_calibrated() -> None:
 def test_nested_runs_are_calibrated_around_their_data() -> None:
     herd, total = jnp.arange(15) % 5, jnp.full(15, 6)
     found = sbc(
-        herds, KEY, 150, herd, total, jnp.arange(15) % 6,
+        herds, KEY, 60, herd, total, jnp.arange(15) % 6,
         fit=lambda model: gpaug.NestedVI(model, num_points=128, progress_bar=False),
         given_data=True, progress_bar=False,
     )  # fmt: skip

@@ -21,6 +21,7 @@ from numpyro_gpaug._numpyro import residual_policy
 from numpyro_gpaug.diagnostics._arviz import tree_of
 from numpyro_gpaug.diagnostics._prior import one_draw
 from numpyro_gpaug.diagnostics._run import run, scaled
+from numpyro_gpaug.errors import CholeskyError
 from numpyro_gpaug.infer import ConjugateSVI, NestedVI
 from numpyro_gpaug.likelihoods.expectations import base_distribution
 from numpyro_gpaug.math.compiling import jit
@@ -236,7 +237,7 @@ def sbc(
     for i in tqdm(range(num), disable=not progress_bar):
         try:
             values = one(i)
-        except ValueError as error:
+        except (ValueError, CholeskyError) as error:
             failures[i] = str(error)
             continue
         if not getattr(fitter, "certified", True):

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Any
 
 import jax
 import numpy as np
 from jax import Array
+from tqdm.auto import tqdm
 
 from numpyro_gpaug._display import Displayed, Rows
 from numpyro_gpaug._numpyro import one_thread
@@ -20,6 +22,7 @@ from numpyro_gpaug.infer.nested.drawer import generator, prior_draws
 from numpyro_gpaug.infer.nested.draws import FIRST, Run, integrated, sampled
 from numpyro_gpaug.infer.nested.fallback import corrected
 from numpyro_gpaug.infer.nested.hyperparameters import Hyperparameters
+from numpyro_gpaug.infer.nested.many import Found, NestedRuns
 from numpyro_gpaug.infer.nested.predictions import mixture, refuse_params
 from numpyro_gpaug.infer.nested.programs import Programs
 from numpyro_gpaug.infer.nested.report import Clock, certificate, lines, overview
@@ -31,6 +34,7 @@ from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.calls import check_count, check_key
 from numpyro_gpaug.model.closures import Version, watched
 from numpyro_gpaug.model.padding import Padding
+from numpyro_gpaug.model.responses import Responses
 from numpyro_gpaug.model.structure import remembered
 from numpyro_gpaug.model.validation import check_arguments, check_trace
 from numpyro_gpaug.predict import Posterior
@@ -206,6 +210,63 @@ class NestedVI(Displayed):
             if version != self._version:
                 self._begin(version)
             self._run_now(rng_key, args, kwargs, init_params)
+
+    def run_many(
+        self, rng_key: Array, *args: Any, over: str | Sequence[str], **kwargs: Any
+    ) -> NestedRuns:
+        """Run for many responses that share no latents and no hyperparameters, one
+        after the other, with the programs of the first. A run that fails has a verdict,
+        and the others go on. Draws are not kept.
+
+        :param rng_key: random key of every run.
+        :param args: the model's arguments. Those in ``over`` have a leading axis over
+            the responses, and all responses share the others.
+        :param over: the name of an argument, or several names.
+        :param kwargs: the model's keyword arguments.
+        :return: the table, k-hat and evidence of each.
+        :raises ValueError: for names that are not arguments, axes of different lengths,
+            and if all runs fail.
+
+        **Example**
+
+        >>> import jax, numpyro, jax.numpy as jnp, numpyro.distributions as dist
+        >>> import numpyro_gpaug as gpaug
+        >>> def model(y):
+        ...     tau = numpyro.sample("tau", dist.HalfNormal(1))
+        ...     level = numpyro.sample("level", dist.Normal(0, tau))
+        ...     with numpyro.plate("data", len(y)):
+        ...         numpyro.sample("y", dist.Normal(level, 1), obs=y)
+        >>> nested = gpaug.NestedVI(model, num_points=128, progress_bar=False)
+        >>> y = jnp.array([[0.1, -0.3, 0.2], [2.9, 3.2, 3.1]])
+        >>> runs = nested.run_many(jax.random.key(0), y, over="y")
+        >>> runs.summary().loc[1].index.to_list(), runs.certified
+        (['level', 'tau'], array([ True,  True]))
+        """
+        responses = Responses.split(self.model, args, kwargs, over)
+        # With the same programs, and a result of its own.
+        each = copy(self)
+        each.progress_bar = False
+        found = []
+        for i in tqdm(range(responses.number), disable=not self.progress_bar):
+            args, kwargs = responses.one(i)
+            try:
+                with warnings.catch_warnings():
+                    # The verdicts say so.
+                    warnings.simplefilter("ignore")
+                    each.run(rng_key, *args, **kwargs)
+                found.append(Found.of(each._known()))
+            except (ValueError, CholeskyError) as error:
+                found.append(Found.failed(error))
+        runs = NestedRuns(found)
+        if not np.isfinite(runs.khats).any():
+            raise ValueError(f"no response could be fitted: {runs.verdicts[0]}")
+        if wrong := int((~runs.certified).sum()):
+            warnings.warn(
+                f"{wrong} of {len(runs)} runs are not certified. The verdicts name "
+                "them",
+                stacklevel=2,
+            )
+        return runs
 
     def _run_now(
         self, rng_key: Array, args: Any, kwargs: Any, init_params: Any

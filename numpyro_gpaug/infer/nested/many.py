@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs of ``NestedVI`` for many responses."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from numpyro_gpaug._display import Displayed, Rows
+from numpyro_gpaug.infer.nested.draws import Run
+
+if TYPE_CHECKING:
+    import pandas
+
+CERTIFIED = "certified"
+
+
+class Found(NamedTuple):
+    """What is kept of a run.
+
+    :param table: moments and quantities of every latent, by label; ``None`` if the run
+        failed.
+    :param khat: k-hat.
+    :param log_evidence: the evidence.
+    :param verdict: ``"certified"``, or what is wrong.
+    """
+
+    table: dict[str, list[float]] | None
+    khat: float
+    log_evidence: float
+    verdict: str
+
+    @classmethod
+    def of(cls, run: Run) -> Found:
+        """Return what is kept of a run."""
+        weighted = run.weighted
+        verdict = CERTIFIED
+        if not run.certified:
+            verdict = f"k-hat is {weighted.khat:.2f}, above {weighted.limit:.2f}"
+        return cls(run.table(), weighted.khat, weighted.log_evidence, verdict)
+
+    @classmethod
+    def failed(cls, error: Exception) -> Found:
+        """Return what is kept of a run that failed."""
+        return cls(None, np.nan, np.nan, str(error))
+
+
+class NestedRuns(Displayed):
+    """The runs of one model for many responses, which :meth:`NestedVI.run_many
+    <numpyro_gpaug.NestedVI.run_many>` returns; arrays over the responses.
+
+    :ivar khats: k-hat of each run.
+    :ivar log_evidences: the logarithm of the evidence of each.
+    :ivar verdicts: ``"certified"``, or what is wrong with a run.
+    """
+
+    def __init__(self, runs: list[Found]) -> None:
+        self._tables = [run.table for run in runs]
+        self.khats = np.array([run.khat for run in runs])
+        self.log_evidences = np.array([run.log_evidence for run in runs])
+        self.verdicts = np.array([run.verdict for run in runs], object)
+
+    def __len__(self) -> int:
+        return len(self._tables)
+
+    @property
+    def certified(self) -> np.ndarray:
+        """Whether each run is certified."""
+        return self.verdicts == CERTIFIED
+
+    def summary(self) -> pandas.DataFrame:
+        """Return the tables of :meth:`NestedVI.summary
+        <numpyro_gpaug.NestedVI.summary>`, one below the other, with rows ``(response,
+        site)``. Runs that failed have NaN.
+        """
+        import pandas
+
+        columns = ["mean", "sd", "5%", "50%", "95%", "n_eff"]
+        labels = list(next(x for x in self._tables if x is not None))
+        none = {label: [np.nan] * len(columns) for label in labels}
+        rows = [[(table or none)[k] for k in labels] for table in self._tables]
+        index = pandas.MultiIndex.from_product(
+            [range(len(self)), labels], names=["response", "site"]
+        )
+        return pandas.DataFrame(np.concatenate(rows), index, columns)
+
+    def _display(self) -> tuple[str, Rows]:
+        counts = Counter(self.verdicts).most_common()
+        rows = [(str(number), verdict) for verdict, number in counts]
+        return f"{len(self)} runs of NestedVI", rows
