@@ -450,11 +450,11 @@ def test_slices_go_around_a_joint_gaussian_where_blocks_meet(x64) -> None:
 @pytest.mark.parametrize(
     "model",
     [
+        classifier,
         *(
             pytest.param(m, marks=pytest.mark.slow)
-            for m in (classifier, noise_that_varies)
+            for m in (noise_that_varies, softmax)
         ),
-        softmax,
     ],
 )
 def test_slices_find_the_gaussian_that_closed_form_updates_find(model, x64) -> None:

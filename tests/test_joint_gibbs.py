@@ -212,10 +212,11 @@ def test_more_latents_than_a_matrix_may_have_rows_need_few_data(
 
 
 def test_hyperparameters_are_another_block_of_gibbs() -> None:
-    state = gpaug.AugmentedGaussian(mixed).init(
-        KEY, 0, None, (X, GROUP, LABELS), {"law": logistic}
+    kernel, given = gpaug.AugmentedGaussian(mixed), (X, GROUP, LABELS)
+    ours, theirs = jax.eval_shape(
+        lambda key: kernel.init(key, 0, None, given, {"law": logistic}).block_states,
+        KEY,
     )
-    ours, theirs = state.block_states
     assert {"beta", "level", "effect"} <= ours.z.keys()
     assert set(theirs.z) == {"tau"}
 

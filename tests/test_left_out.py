@@ -53,6 +53,7 @@ def test_it_is_exact_for_normal_likelihoods() -> None:
     np.testing.assert_allclose(streamed.log_prob(VALUES), left_out, atol=1e-10)
 
 
+@pytest.mark.slow  # of a joint Gaussian it is quick below
 def test_it_is_near_for_labels() -> None:
     rows = np.arange(0, 40, 8)
     posterior = fitted(classifier, X, LABELS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random problems in float32: a thousand, of which quick tests see 40; see
+"""Random problems in float32: a thousand, of which quick tests see 20; see
 :mod:`tests.random_problems`.
 
 What float64 predicts is read from a file. Where the problems change, write it again::
@@ -94,12 +94,12 @@ def run_golden(chosen: Sequence[int]) -> dict[str, Tally]:
 
 
 def quick() -> list[int]:
-    """The first 40 of every sixth likelihood that is not dear: their programs are
+    """The first 20 of every sixth likelihood that is not dear: their programs are
     what takes long."""
     names = list(LIKELIHOODS)
     some = [name for name in names if name not in DEAR][::6]
     cheap = [names[case % len(names)] in some for case in CASES]
-    return np.flatnonzero(cheap)[:40].tolist()
+    return np.flatnonzero(cheap)[:20].tolist()
 
 
 @pytest.mark.parametrize(
