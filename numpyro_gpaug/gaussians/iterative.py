@@ -54,6 +54,7 @@ from numpyro_gpaug.gaussians.base import Layout
 from numpyro_gpaug.gaussians.rows import Rows
 from numpyro_gpaug.gaussians.sparse import Extended, Sparse, SparseNatural, nodes_of
 from numpyro_gpaug.math import linalg
+from numpyro_gpaug.math.conjugate_gradients import by_column, conjugate_gradients
 
 # The number of draws that estimate covariances, and the largest number of vectors along
 # which the log-determinant is exact.
@@ -321,25 +322,9 @@ class _Reduced(NamedTuple):
         """Return the solution (N, c) by conjugate gradients, and the squares of the
         residuals (c,), relative to ``I - X``."""
         own, b = self._reduced(b)
-        least = self.tolerance * jnp.linalg.norm(b, axis=0)
-
-        def going(carry: Any) -> Array:
-            step, _, _, _, size = carry
-            return (step < _STEPS) & (jnp.sqrt(size) > least).any()
-
-        def further(carry: Any) -> Any:
-            step, x, r, p, size = carry
-            moved = self(p)
-            slope = (p * moved).sum(0)
-            # NaN where the precision is not positive definite.
-            rate = jnp.where(size > 0, size / jnp.where(slope > 0, slope, jnp.nan), 0)
-            x, r = x + rate * p, r - rate * moved
-            after = jnp.square(r).sum(0)
-            p = r + jnp.where(size > 0, after / jnp.where(size > 0, size, 1), 0) * p
-            return step + 1, x, r, p, after
-
-        start = jnp.int32(0), jnp.zeros_like(b), b, b, jnp.square(b).sum(0)
-        _, y, *_, left = lax.while_loop(going, further, start)
+        y, left = conjugate_gradients(
+            self.__call__, b, inner=by_column, tolerance=self.tolerance, most=_STEPS
+        )
         return self._completed(own, y), left
 
     def power(self, exponent: float, y: Array) -> Array:

@@ -400,9 +400,10 @@ class LatentGaussian:
             (back,) = pull(bent)
             return {k: back[k] + self.pull(k, x) - still[k] for k, x in step.items()}
 
-        return conjugate_gradients(
-            curved, partial(self.newton, evaluation), self.ascents(evaluation)
+        step, _ = conjugate_gradients(
+            curved, self.ascents(evaluation), partial(self.newton, evaluation)
         )
+        return step
 
     def _marginals(self, name: str, q: Any) -> Any:
         return self.maps[name].marginals(selected(q, self.latents.get(name)))
