@@ -228,9 +228,9 @@ def test_posterior_and_evidence_of_normal_data(monkeypatch):
     half = np.linalg.slogdet(2 * np.pi * whole)[1] / 2
     evidence = -0.5 * y @ np.linalg.solve(whole, y) - half
     assert abs(-result.losses[-1] - evidence) < 0.05
-    # Each pair, most of which have no data.
+    # Pairs, most of which have no data.
     each = np.meshgrid(np.arange(90), np.arange(70), indexing="ij")
-    every = [x.ravel()[::3] for x in each]
+    every = [x.ravel()[::25] for x in each]
     new = np.zeros((len(every[0]), 161))
     new[np.arange(len(new)), every[0]] = 1
     new[np.arange(len(new)), 90 + every[1]] = 0.7

@@ -342,7 +342,7 @@ def conjugate(run, optim=None) -> None:
 
 def sampled(run, kernel) -> None:
     given = (X, Y), {"inducing": Z}
-    state = kernel.init(KEY, 0, None, *given)
+    state = jax.jit(lambda: kernel.init(KEY, 0, None, *given))()
     run(lambda s: kernel.sample(s, *given), state)
 
 
@@ -350,7 +350,7 @@ def stock(run) -> None:
     guide = gpaug.AutoSparseGP(three, covariance="dense")
     loss = gpaug.TraceAnalytic_ELBO()
     svi = numpyro.infer.SVI(three, guide, numpyro.optim.Adam(0.1), loss)
-    state = svi.init(KEY, X, Y, inducing=Z)
+    state = jax.jit(lambda: svi.init(KEY, X, Y, inducing=Z))()
     run(lambda s: svi.update(s, X, Y, inducing=Z)[1], state)
 
 

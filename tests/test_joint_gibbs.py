@@ -131,10 +131,11 @@ def test_a_step_with_gaussian_noise_is_a_draw_of_the_posterior(
     y = RNG.normal(size=len(t))
     kernel, count = gpaug.AugmentedGaussian(model), 2000
     monkeypatch.setattr(costs, "_OVERHEAD", 0)
-    state = kernel.init(KEY, 0, None, (t, y), {})
 
     @jax.jit
     def draws(keys):
+        state = kernel.init(KEY, 0, None, (t, y), {})
+
         def one(key):
             return kernel.sample(state._replace(rng_key=key), (t, y), {}).z["eta"]
 
@@ -166,8 +167,13 @@ def test_other_blocks_leave_values_as_they_are(model, t, x64, monkeypatch) -> No
     kernel = gpaug.AugmentedGaussian(scaled).wrap_model(conditioned)
     y = RNG.normal(size=len(t))
     here, there = ({GIBBS_SITES_KWARG: {"scale": jnp.array(s)}} for s in (0.5, 2.0))
-    before = kernel.init(KEY, 0, None, (t, y), here)
-    after = jax.jit(kernel.refresh)(before, (t, y), there)
+
+    @jax.jit
+    def before_and_after():
+        state = kernel.init(KEY, 0, None, (t, y), here)
+        return state, kernel.refresh(state, (t, y), there)
+
+    before, after = before_and_after()
     assert bool(kernel._parts[0].structure.recurrences) == (model is walk)
     for name in ("in/level", "in/eta"):
         np.testing.assert_allclose(after.z[name], before.z[name], atol=1e-9)

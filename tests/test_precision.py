@@ -148,6 +148,6 @@ def test_function_space():
 @pytest.mark.parametrize("kernel", [gpaug.EllipticalSlice, gpaug.AugmentedGaussian])
 def test_samplers(kernel):
     sampler = kernel(whole)
-    state = sampler.init(KEY, 1, None, (X, Y), {})
+    state = jax.eval_shape(lambda: sampler.init(KEY, 1, None, (X, Y), {}))
     step = jax.jit(lambda state: sampler.sample(state, (X, Y), {}))
     assert_precise(step.lower(state))

@@ -422,25 +422,27 @@ def real(area, y=None, *, kind):
 def test_fields_are_sampled_exactly(sampler, kind, x64, always_sparse):
     """As a block of Gibbs: with Gaussian noise a step of either sampler is a draw of
     the posterior, or a move that leaves it as it is."""
-    y, data, count = RNG.normal(size=len(AREA)), {"kind": kind}, 4000
+    y, count = RNG.normal(size=len(AREA)), 4000
     kernel = sampler(real).wrap_model(conditioned)
-    data[GIBBS_SITES_KWARG] = {"scale": jnp.array(2.0)}
-    before = kernel.init(KEY, 0, None, (AREA, y), data)
-    assert isinstance(kernel.structure.form, Sparse)
-    data[GIBBS_SITES_KWARG] = {"scale": jnp.array(1.0)}
-    state = jax.jit(lambda state: kernel.refresh(state, (AREA, y), data))(before)
-    for name in ("effect", "level", "eta"):
-        np.testing.assert_allclose(state.z[name], before.z[name], atol=1e-9)
+    here, data = (
+        {"kind": kind, GIBBS_SITES_KWARG: {"scale": jnp.array(s)}} for s in (2.0, 1.0)
+    )
 
     @jax.jit
-    def chain(state):
+    def chain():
+        before = kernel.init(KEY, 0, None, (AREA, y), here)
+        start = kernel.refresh(before, (AREA, y), data)
+
         def step(state, _):
             state = kernel.sample(state, (AREA, y), data)
             return state, (state.z["eta"], state.z["effect"].sum())
 
-        return jax.lax.scan(step, state, None, length=count)[1]
+        return before.z, start.z, jax.lax.scan(step, start, None, length=count)[1]
 
-    found, sums = jax.device_get(chain(state))
+    before, start, (found, sums) = jax.device_get(chain())
+    assert isinstance(kernel.structure.form, Sparse)
+    for name in ("effect", "level", "eta"):
+        np.testing.assert_allclose(start[name], before[name], atol=1e-9)
     prior = 1 + COVARIANCES[kind][np.ix_(AREA, AREA)]
     gain = prior @ np.linalg.inv(prior + 0.25 * np.eye(len(y)))
     cover, sd = prior - gain @ prior, np.sqrt(np.diag(prior - gain @ prior))
