@@ -134,6 +134,14 @@ def small_blocks(size: int) -> Iterator[None]:
         yield
 
 
+def slow(*values: Any, id: str | None = None) -> Any:
+    """Values of a parametrised test that only the long tests have."""
+    return pytest.param(*values, id=id, marks=pytest.mark.slow)
+
+
+slow_in_double = pytest.mark.parametrize(
+    "dtype", ["float32", slow("float64")], indirect=True
+)
 TOLERANCES = {"float32": 1e-5, "float64": 1e-11}
 
 

@@ -12,6 +12,7 @@ from jax import random
 from numpyro.infer import SVI
 
 import numpyro_gpaug as gpaug
+from tests.conftest import slow
 from tests.models import LENGTHSCALE, classifier, draw_data
 
 KEY = 0
@@ -19,8 +20,8 @@ NEW = np.random.default_rng(9).uniform(-2, 2, (11, 2))  # another number of rows
 
 latents = pytest.mark.parametrize("num_latents", [None, 3], ids=["C=1", "C=3"])
 ONE = pytest.param(None, id="C=1")
-SLOW_ONE = pytest.param(None, id="C=1", marks=pytest.mark.slow)
-SLOW_THREE = pytest.param(3, id="C=3", marks=pytest.mark.slow)
+SLOW_ONE = slow(None, id="C=1")
+SLOW_THREE = slow(3, id="C=3")
 
 
 def crossed(name, quick, others):

@@ -9,13 +9,9 @@ from scipy.special import log_ndtr, ndtr
 
 from numpyro_gpaug.math import argmax
 from numpyro_gpaug.math.argmax import argmax_probabilities, argmax_probability
+from tests.conftest import slow, slow_in_double
 
 shares_of = jax.jit(argmax_probabilities)
-slow_in_double = pytest.mark.parametrize(
-    "dtype",
-    ["float32", pytest.param("float64", marks=pytest.mark.slow)],
-    indirect=True,
-)
 
 
 def reference(m, v, y, more=()):
@@ -103,12 +99,10 @@ def check_accuracy(cases, dtype, more=()):
     [
         ("float32", 10),
         ("float64", 3),
-        *(
-            pytest.param(dtype, num, marks=pytest.mark.slow)
-            for dtype, num in (
-                ("float32", 2), ("float32", 3), ("float64", 2), ("float64", 10),
-            )
-        ),
+        slow("float32", 2),
+        slow("float32", 3),
+        slow("float64", 2),
+        slow("float64", 10),
     ],
     indirect=["dtype"],
 )  # fmt: skip

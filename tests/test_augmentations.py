@@ -19,6 +19,7 @@ from numpyro_gpaug.likelihoods import (
 )
 from numpyro_gpaug.likelihoods._logistic import PolyaGammaOrZero
 from numpyro_gpaug.testing import check_augmentation
+from tests.conftest import slow
 
 FOLDER = Path(__file__).parent / "golden"
 TABLE = json.loads((FOLDER / "expected_loglik.json").read_text())["table"]
@@ -81,7 +82,7 @@ def at(d, f):
 
 
 def marked(names, quick):
-    return [n if n in quick else pytest.param(n, marks=pytest.mark.slow) for n in names]
+    return [n if n in quick else slow(n) for n in names]
 
 
 # Compiling the Polya-Gamma density of any shape and the gamma sampler takes the time.
@@ -316,7 +317,7 @@ QUICK = [("hinge_svm", "sparse")]
 
 @pytest.mark.parametrize(
     ("name", "which"),
-    [p if p in QUICK else pytest.param(*p, marks=pytest.mark.slow)
+    [p if p in QUICK else slow(*p)
      for p in [(n, w) for n in PROBLEMS for w in ("full", "sparse")]],
 )  # fmt: skip
 def test_golden_problems_by_conjugate_updates(x64, name, which) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.likelihoods import lookup_augmentation
+from tests.conftest import slow
 from tests.test_augmentations import NAMES, at, latents_of, likelihood, moments
 
 SINGLE = NAMES[:-1]
@@ -88,7 +89,7 @@ def computed(name, i, dtype):
 
 
 @pytest.mark.parametrize("name", SINGLE)
-@pytest.mark.parametrize("i", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("i", [2, slow(3)])
 def test_expectations_at_every_variance(x64, name, i) -> None:
     value, by_mean, by_variance = reference(name, i)
     for dtype, tolerance in (("float64", 1e-10), ("float32", 1e-5)):

@@ -16,6 +16,7 @@ from scipy import optimize
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.model import costs
 from numpyro_gpaug.model.whitened import whitened as program
+from tests.conftest import slow
 
 STEPS, ITEMS, NOISE = 24, 3, 0.4
 rng = np.random.default_rng(0)
@@ -156,32 +157,15 @@ def guided(states, *args, **kwargs):
     ("states", "form"),
     [
         (lags, r"3 chains of 12 blocks of 2 steps of 2 \(x\), 0 others"),
-        pytest.param(
-            trend, r"3 chains of 24 steps of 2 \(level, slope\), 0 others",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            panel, r"3 chains of 24 steps of 1 \(x\), 0 others", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            begun, r"a chain of 23 steps of 1 \(noise\), 1 others",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            vector, r"a chain of 24 steps of 2 \(x\), 0 others", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            written_out, r"a chain of 24 steps of 1 \(noise\), 0 others",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            walk, r"a chain of 24 steps of 1 \(noise\), 0 others",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
+        slow(trend, r"3 chains of 24 steps of 2 \(level, slope\), 0 others"),
+        slow(panel, r"3 chains of 24 steps of 1 \(x\), 0 others"),
+        slow(begun, r"a chain of 23 steps of 1 \(noise\), 1 others"),
+        slow(vector, r"a chain of 24 steps of 2 \(x\), 0 others"),
+        slow(written_out, r"a chain of 24 steps of 1 \(noise\), 0 others"),
+        slow(walk, r"a chain of 24 steps of 1 \(noise\), 0 others"),
+        slow(
             seasonal(3),
-            r"a chain of 12 blocks of 2 steps of 6 \(level, new, shock\), 0 others",
-            marks=pytest.mark.slow,
+            r"a chain of 12 blocks of 2 steps of 6 \(level, new, shock\), 0 others"
         ),
     ],
 )  # fmt: skip

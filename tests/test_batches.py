@@ -18,6 +18,7 @@ from numpyro_gpaug.infer import load_state, save_state
 from numpyro_gpaug.infer.vi import batches as module
 from numpyro_gpaug.infer.vi import row_blocks
 from numpyro_gpaug.infer.vi.feeds import Given, Reader
+from tests.conftest import slow
 
 KEY = jax.random.key(0)
 ROWS, SIZE = 53, 10
@@ -219,10 +220,8 @@ def regression(X, y=None, *, Z):
     ("fn", "guide", "y"),
     [
         (regression, gpaug.AutoSparseGP, "waves"),
-        pytest.param(
-            effects, gpaug.AutoLatentGaussian, "counts", marks=pytest.mark.slow
-        ),
-        pytest.param(softmax, gpaug.AutoSparseGP, "counts", marks=pytest.mark.slow),
+        slow(effects, gpaug.AutoLatentGaussian, "counts"),
+        slow(softmax, gpaug.AutoSparseGP, "counts"),
     ],
 )
 def test_hyperparameters_are_learnt_in_blocks_as_in_memory(data, fn, guide, y):

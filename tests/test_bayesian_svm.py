@@ -16,6 +16,7 @@ from numpyro import handlers
 from scipy.special import ndtr
 
 import numpyro_gpaug as gpaug
+from tests.conftest import slow
 
 GOLDEN = json.loads(
     (Path(__file__).parent / "golden" / "problem_bayesian_svm.json").read_text()
@@ -194,7 +195,7 @@ def test_full_data_bound_by_numpy(x64) -> None:
 
 @pytest.mark.parametrize(
     ("step_size", "most"),
-    [(None, 0.05), pytest.param("adaptive", 4.0, marks=pytest.mark.slow)],
+    [(None, 0.05), slow("adaptive", 4.0)],
 )
 def test_minibatches_end_near_the_optimum(x64, step_size, most) -> None:
     X, y = toy()

@@ -12,6 +12,7 @@ import pytest
 from scipy.special import kv
 
 from numpyro_gpaug.math.bessel import averages, e2, log_bessel_k, peak
+from tests.conftest import slow_in_double
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "gig_logk.json").read_text())
 
@@ -97,11 +98,7 @@ def test_derivatives_against_mpmath(x64):
                 )
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    ["float32", pytest.param("float64", marks=pytest.mark.slow)],
-    indirect=True,
-)
+@slow_in_double
 def test_closed_forms_and_recurrence(dtype):
     x = np.asarray(10.0 ** np.arange(-6, 5), dtype)
     z = x.astype(float)

@@ -17,7 +17,7 @@ from numpyro_gpaug.likelihoods.student_t import jensen_gap
 from numpyro_gpaug.math import blocks
 from numpyro_gpaug.math.logistic import expected_log_sigmoid
 from numpyro_gpaug.model.arguments import Arguments
-from tests.conftest import assert_close, small_blocks
+from tests.conftest import assert_close, slow, small_blocks
 from tests.problems import toy
 
 KEY = jax.random.key(0)
@@ -95,7 +95,7 @@ def everything(problem, values, natural):
 
 @pytest.mark.parametrize(
     ("fn", "given"),
-    [CASES[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[1:])],
+    [CASES[0], *(slow(*case) for case in CASES[1:])],
 )
 def test_blocks_give_the_same_numbers_in_float64(fn, given, x64) -> None:
     check_blocks(fn, given, "float64")
@@ -135,7 +135,7 @@ def test_blocks_under_vmap() -> None:
 
 @pytest.mark.parametrize(
     ("likelihood", "optim"),
-    [("bernoulli", "lbfgs"), pytest.param("student", None, marks=pytest.mark.slow)],
+    [("bernoulli", "lbfgs"), slow("student", None)],
 )
 def test_nothing_but_the_projection_is_whole(likelihood, optim) -> None:
     X, y = toy(4000)
@@ -217,9 +217,7 @@ def test_predictions_hold_a_few_numbers_per_row(name) -> None:
     assert all(np.prod(x.shape, initial=1) <= 7 for x in leaves)
 
 
-@pytest.mark.parametrize(
-    "name", ["student", pytest.param("heteroscedastic", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name", ["student", slow("heteroscedastic")])
 def test_predictions_in_blocks_of_rows(name) -> None:
     m, v = np.linspace(-3, 3, 60, dtype="float32"), np.float32(0.5)
     q = np.linspace(0.01, 0.99, 60, dtype="float32")

@@ -24,6 +24,7 @@ from scipy import stats
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.likelihoods import augmentation as base
 from numpyro_gpaug.likelihoods import poisson
+from tests.conftest import slow
 
 SIMULATIONS = int(os.environ.get("GPAUG_SIMULATIONS", 150))
 BURN_IN, DRAWS, THINNING = 30, 15, 3
@@ -189,8 +190,8 @@ def test_all_augmentations_are_here() -> None:
 @pytest.mark.parametrize(
     "latents",
     ["two latents",
-     pytest.param("one latent", marks=pytest.mark.slow),
-     pytest.param("three latents", marks=pytest.mark.slow)],
+     slow("one latent"),
+     slow("three latents")],
 )  # fmt: skip
 def test_ranks_are_uniform(latents) -> None:
     p = worst_p_value(ranks(TOGETHER[latents], jax.random.key(len(latents))))
@@ -282,7 +283,7 @@ QUICK = ("elliptical", "collapsed")
 
 @pytest.mark.parametrize(
     "name",
-    [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in SAMPLERS],
+    [n if n in QUICK else slow(n) for n in SAMPLERS],
 )
 def test_latents_keep_their_prior(name) -> None:
     target, kernel = SAMPLERS[name]()

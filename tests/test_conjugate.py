@@ -18,6 +18,7 @@ import numpyro_gpaug as gpaug
 from numpyro_gpaug.infer import Adaptive, RobbinsMonro
 from numpyro_gpaug.math.logistic import expected_log_sigmoid
 from numpyro_gpaug.model.arguments import Arguments
+from tests.conftest import slow
 from tests.models import covariance
 from tests.problems import classifier, learnt, regression, toy
 
@@ -134,9 +135,7 @@ def test_sparse_with_all_inputs_equals_a_dense_reference() -> None:
     np.testing.assert_allclose(f.variance, np.diag(S), atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "updates", ["exact", pytest.param("augmented", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("updates", ["exact", slow("augmented")])
 def test_linear_weights_equal_a_linear_kernel(updates) -> None:
     def weights(X, y=None):
         scale = jnp.array([1.0, 2.0, 0.5])
@@ -199,7 +198,7 @@ def test_several_gradient_steps_per_update() -> None:
     assert three.losses[-1] < one.losses[-1]
 
 
-@pytest.mark.parametrize("batch_size", [None, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("batch_size", [None, slow(10)])
 def test_gradient_steps_after_several_updates(batch_size) -> None:
     """Hyperparameters rest between, then move."""
     X, y = toy(60)
@@ -225,9 +224,7 @@ def lengthscales_on_a_grid():
     return fine, np.polyval(np.polyfit(grid, bounds, 8), fine) - fine**2 / 2
 
 
-@pytest.mark.parametrize(
-    "other", ["AutoDelta", pytest.param("AutoNormal", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("other", ["AutoDelta", slow("AutoNormal")])
 def test_sampled_hyperparameters_through_a_stock_autoguide(other) -> None:
     def model(X, y=None, *, inducing):
         lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0.0, 1.0))
@@ -266,9 +263,9 @@ def minibatches():
     [
         None,
         "adaptive",
-        pytest.param(0.05, marks=pytest.mark.slow),
-        pytest.param(RobbinsMonro(5.0, 0.9), marks=pytest.mark.slow),
-        pytest.param(Adaptive(20.0), marks=pytest.mark.slow),
+        slow(0.05),
+        slow(RobbinsMonro(5.0, 0.9)),
+        slow(Adaptive(20.0)),
     ],
 )
 def test_minibatches_come_near_the_full_optimum(step_size) -> None:

@@ -13,6 +13,7 @@ from scipy.stats import multivariate_normal
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.model.correlated_data import independent_data
+from tests.conftest import slow
 
 N, G = 7, 3
 RNG = np.random.default_rng(3)
@@ -50,9 +51,7 @@ def posterior_of(J, noise, y):
     return covariance @ given.T @ y, covariance, evidence
 
 
-@pytest.mark.parametrize(
-    "covariance", [pytest.param("dense", marks=pytest.mark.slow), "groups"]
-)
+@pytest.mark.parametrize("covariance", [slow("dense"), "groups"])
 def test_several_outcomes_of_a_datum_against_linear_algebra(x64, covariance):
     seen = np.array([1, 1, 0, 1, 1, 0, 1], bool)
     data = np.where(seen[:, None], Y, np.nan)
@@ -123,7 +122,7 @@ def tables(X, group, seen, Y=None, *, groups=G):
 
 @pytest.mark.parametrize(
     "dtype",
-    [pytest.param("float32", marks=pytest.mark.slow), "float64"],
+    [slow("float32"), "float64"],
     indirect=["dtype"],
 )
 def test_matrices_against_linear_algebra(dtype):

@@ -25,7 +25,7 @@ from numpyro_gpaug.math.sharding import (
     rows_mesh,
     shards,
 )
-from tests.conftest import small_blocks
+from tests.conftest import slow, small_blocks
 
 KEY = jax.random.key(0)
 DEVICES = 4
@@ -225,9 +225,9 @@ def test_processes_read_as_many_rows_each():
 @pytest.mark.parametrize(
     ("groups", "size"),
     [
-        pytest.param(10, blocks.WHOLE, marks=pytest.mark.slow),
-        pytest.param(400, blocks.WHOLE, marks=pytest.mark.slow),
-        pytest.param(400, 512, marks=pytest.mark.slow),
+        slow(10, blocks.WHOLE),
+        slow(400, blocks.WHOLE),
+        slow(400, 512),
     ],
     ids=["dense", "groups", "groups in blocks"],
 )
@@ -304,9 +304,9 @@ def labels(X, y=None, *, Z, latents):
     ("law", "rows", "size"),
     [
         ("labels", 2, 512),
-        pytest.param("softmax", 2, 512, marks=pytest.mark.slow),
-        pytest.param("softmax", 1, blocks.WHOLE, marks=pytest.mark.slow),
-        pytest.param("labels", 1, blocks.WHOLE, marks=pytest.mark.slow),
+        slow("softmax", 2, 512),
+        slow("softmax", 1, blocks.WHOLE),
+        slow("labels", 1, blocks.WHOLE),
     ],
 )
 def test_latents_shared_out_among_devices(law, rows, size):

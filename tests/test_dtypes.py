@@ -8,7 +8,7 @@ import numpyro.distributions as dist
 import pytest
 
 import numpyro_gpaug as gpaug
-from tests.conftest import enable_x64
+from tests.conftest import enable_x64, slow
 
 KEY = jax.random.key(0)
 QUIET = {"progress_bar": False}
@@ -44,10 +44,8 @@ def answers(posterior, args):
     return jax.tree.map(np.asarray, found)
 
 
-@pytest.mark.parametrize("double", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "model", [groups, pytest.param(process, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("double", [False, slow(True)])
+@pytest.mark.parametrize("model", [groups, slow(process)])
 def test_predictions_are_in_the_dtype_of_the_fit(double, model, tmp_path):
     dtype, other = np.float32, np.float64
     if double:
@@ -86,7 +84,7 @@ def test_predictions_are_in_the_dtype_of_the_fit(double, model, tmp_path):
             np.testing.assert_allclose(new, old, **tolerance)
 
 
-@pytest.mark.parametrize("double", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("double", [False, slow(True)])
 def test_a_run_goes_on_in_the_dtype_of_its_state(double):
     x = X[:, 0]
     svi = gpaug.ConjugateSVI(groups, gpaug.AutoLatentGaussian(groups))

@@ -23,7 +23,7 @@ from numpyro_gpaug.math import files
 from numpyro_gpaug.model import costs
 from numpyro_gpaug.predict.archive import Parts, migrated
 from tests import archives
-from tests.conftest import enable_x64
+from tests.conftest import enable_x64, slow
 
 X, Y = np.random.default_rng(0).normal(size=(12, 2)), np.arange(12) % 2
 Z = X[:4]
@@ -218,7 +218,7 @@ def test_names_that_make_the_same_path(tmp_path) -> None:
     "kind",
     [
         "dense",
-        *(pytest.param(k, marks=pytest.mark.slow) for k in archives.KINDS),
+        *(slow(k) for k in archives.KINDS),
     ],
 )  # fmt: skip
 def test_edited_headers(kind, tmp_path, request) -> None:

@@ -24,7 +24,7 @@ from numpyro_gpaug.math.log_sum import (
 )
 from numpyro_gpaug.math.logistic import expected_log_sigmoid
 from numpyro_gpaug.multilabel import ClassMembers
-from tests.conftest import enable_x64
+from tests.conftest import enable_x64, slow
 
 KEY = jax.random.key(0)
 
@@ -194,7 +194,7 @@ PREDICTED = {
 @pytest.mark.parametrize(
     "name",
     ["heteroscedastic", "logistic-softmax",
-     *(pytest.param(k, marks=pytest.mark.slow) for k in ("log-variance", "softmax"))],
+     *(slow(k) for k in ("log-variance", "softmax"))],
 )  # fmt: skip
 def test_predictions_have_no_density_of_zero(name: str) -> None:
     """Nor infinite slopes; and without variance they are the likelihood."""
@@ -232,9 +232,7 @@ def far_out(rng):
     return [x.astype("float32") for x in (mean, latent, *variances, y)]
 
 
-@pytest.mark.parametrize(
-    "name", ["log-variance", pytest.param("heteroscedastic", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name", ["log-variance", slow("heteroscedastic")])
 def test_outliers_have_the_density_of_noise_beyond_the_nodes(name: str) -> None:
     """By NumPy; noise that rare is beyond 5.5 standard deviations of its latent."""
     make, _, _, _, names = PREDICTED[name]
@@ -348,11 +346,9 @@ def logits(f):
     ("likelihood", "num_latents"),
     [
         (logits, None),
-        pytest.param(
-            lambda f: dist.StudentT(4.0, f, 0.3), None, marks=pytest.mark.slow
-        ),
-        pytest.param(gpaug.LogisticSoftmax, 3, marks=pytest.mark.slow),
-        pytest.param(lambda f: gpaug.BayesianSVM(f), None, marks=pytest.mark.slow),
+        slow(lambda f: dist.StudentT(4.0, f, 0.3), None),
+        slow(gpaug.LogisticSoftmax, 3),
+        slow(lambda f: gpaug.BayesianSVM(f), None),
     ],
 )
 def test_debug_flags_give_no_false_alarm(likelihood, num_latents) -> None:

@@ -31,6 +31,7 @@ from numpyro_gpaug.math.linalg import (
     one_by_one,
     solve_lower,
 )
+from tests.conftest import slow
 
 KEY = jax.random.key(0)
 rng = np.random.default_rng(0)
@@ -195,7 +196,7 @@ def test_a_second_interrupt_ends_a_loop_of_long_fits() -> None:
 @pytest.mark.parametrize(
     ("model", "optim"),
     [
-        pytest.param(model, optax.adam(0.05), marks=pytest.mark.slow),
+        slow(model, optax.adam(0.05)),
         (batched, None),
     ],
 )
@@ -267,7 +268,7 @@ def together(function, count=4):
         return list(pool.map(one, range(count)))
 
 
-@pytest.mark.parametrize("shared", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("shared", [True, slow(False)])
 def test_first_fits_in_threads_are_those_of_one(shared) -> None:
     alone, svi = run(make(), 5).losses, make()
     for result in together(lambda i: run(svi if shared else make(), 5)):
@@ -289,9 +290,9 @@ STACK = jnp.eye(4) + jnp.ones((3, 4, 4))
 @pytest.mark.parametrize(
     "function",
     [inverse_cholesky, lambda K: solve_lower(K, K, transpose=True),
-     pytest.param(cholesky, marks=pytest.mark.slow),
-     pytest.param(lambda K: solve_lower(K, K), marks=pytest.mark.slow),
-     pytest.param(one_by_one(jnp.linalg.eigh), marks=pytest.mark.slow)],
+     slow(cholesky),
+     slow(lambda K: solve_lower(K, K)),
+     slow(one_by_one(jnp.linalg.eigh))],
 )  # fmt: skip
 def test_matrices_go_to_lapack_one_by_one(function) -> None:
     both = {"stack": function, "vmap": jax.vmap(function)}

@@ -14,7 +14,7 @@ from numpyro import handlers
 from numpyro.infer import SVI, Predictive
 
 import numpyro_gpaug as gpaug
-from tests.conftest import compilations
+from tests.conftest import compilations, slow
 from tests.function_space import (
     LENGTHSCALES,
     VARIANCES,
@@ -296,9 +296,7 @@ def network(library: str, depth: int):
     return lambda X: module.flax_module("net", stack, input_shape=(1, 2))(X)[..., 0]
 
 
-@pytest.mark.parametrize(
-    "library", ["equinox", pytest.param("nnx", marks=pytest.mark.slow), "linen"]
-)
+@pytest.mark.parametrize("library", ["equinox", slow("nnx"), "linen"])
 def test_save_and_load_a_network(tmp_path, library) -> None:
     mean = network(library, 1)
     X = inputs(40)

@@ -18,6 +18,7 @@ from numpyro_gpaug.distributions import (
     _gig_sampler,
 )
 from numpyro_gpaug.math.bessel import log_peak_integral, peak
+from tests.conftest import slow, slow_in_double
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "gig_logk.json").read_text())
 
@@ -83,7 +84,7 @@ def test_golden_log_density(dtype):
 
 @pytest.mark.parametrize(
     "dtype",
-    [pytest.param("float32", marks=pytest.mark.slow), "float64"],
+    [slow("float32"), "float64"],
     indirect=True,
 )
 def test_golden_divergence(dtype):
@@ -101,11 +102,7 @@ def test_golden_divergence(dtype):
     np.testing.assert_allclose(divergence(law, law), 0.0, atol=tol(dtype, 1e-6, 1e-14))
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    ["float32", pytest.param("float64", marks=pytest.mark.slow)],
-    indirect=True,
-)
+@slow_in_double
 def test_score_identities(dtype):
     """The slopes of log_prob are those of the exponential family: the statistics minus
     their means."""
@@ -180,11 +177,7 @@ SCALES = {
 }
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    ["float32", pytest.param("float64", marks=pytest.mark.slow)],
-    indirect=True,
-)
+@slow_in_double
 def test_extreme_parameters(dtype):
     orders = [-1e4, -30.0, -2.5, -0.3, 0.0, 1e-5, 1.0, 50.0, 1e4]
     scales = SCALES[dtype]
@@ -210,11 +203,7 @@ def test_extreme_moments_and_slopes(dtype):
     assert np.isfinite(by_p).all()
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    ["float32", pytest.param("float64", marks=pytest.mark.slow)],
-    indirect=True,
-)
+@slow_in_double
 def test_rejection_constant_is_bounded(dtype):
     """The area under the hat against the integral, not against draws."""
     low = tol(dtype, -36.0, -200.0)
@@ -293,9 +282,9 @@ def draw_cells(dtype: str, num: int) -> np.ndarray:
     ("dtype", "num"),
     [
         ("float32", NUM_DRAWS),
-        pytest.param("float64", NUM_DRAWS, marks=pytest.mark.slow),
-        pytest.param("float32", 1_000_000, marks=pytest.mark.slow),
-        pytest.param("float64", 1_000_000, marks=pytest.mark.slow),
+        slow("float64", NUM_DRAWS),
+        slow("float32", 1_000_000),
+        slow("float64", 1_000_000),
     ],
     indirect=["dtype"],
 )
@@ -333,11 +322,7 @@ def test_known_order_of_one_half(dtype):
             assert kolmogorov(draws[:, j].astype(float), *swapped) > limit
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    ["float32", pytest.param("float64", marks=pytest.mark.slow)],
-    indirect=True,
-)
+@slow_in_double
 def test_inverse_gaussian_against_scipy(dtype):
     loc, concentration = np.array([0.3, 1.0, 20.0]), np.array([2.0, 0.5, 300.0])
     law = InverseGaussian(loc.astype(dtype), concentration.astype(dtype))
@@ -385,11 +370,7 @@ def test_inverse_gaussian_is_the_special_case(dtype):
     np.testing.assert_array_equal(divergence(law, law), 0.0)
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    ["float32", pytest.param("float64", marks=pytest.mark.slow)],
-    indirect=True,
-)
+@slow_in_double
 def test_inverse_gaussian_extremes(dtype):
     scales = SCALES[dtype]
     loc, concentration = (v.ravel().astype(dtype) for v in np.meshgrid(scales, scales))

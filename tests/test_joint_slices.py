@@ -18,6 +18,7 @@ import numpyro_gpaug as gpaug
 from numpyro_gpaug.model import costs
 from numpyro_gpaug.model.gaussians import whitening
 from tests.chains import assert_same_law, importance_draws, many_chains
+from tests.conftest import slow
 
 KEY = jax.random.key(0)
 RNG = np.random.default_rng(0)
@@ -83,7 +84,7 @@ def moves(kernel, args, data, site, init=None):
     return jax.device_get(chain())
 
 
-@pytest.mark.parametrize("groups", [GROUPS, pytest.param(900, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("groups", [GROUPS, slow(900)])
 def test_with_gaussian_noise_no_move_is_refused(x64, groups) -> None:
     """Dense, and eliminated group by group: the Gaussian is the posterior."""
     group, x = np.arange(2 * groups) % groups, RNG.normal(size=2 * groups)

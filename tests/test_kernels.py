@@ -26,7 +26,7 @@ from numpyro_gpaug.kernels import (
     as_kernel,
     from_function,
 )
-from tests.conftest import enable_x64
+from tests.conftest import enable_x64, slow
 
 STATIONARY = [
     SquaredExponential,
@@ -311,7 +311,7 @@ SELDOM = "Matern12", "Matern52", "RationalQuadratic", "sum"
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(k, marks=pytest.mark.slow) if k in SELDOM else k for k in DEVIATING],
+    [slow(k) if k in SELDOM else k for k in DEVIATING],
 )
 def test_deviations_from_the_constant_do_not_cancel(name):
     """In float32, of lengthscales that leave 1e-7 to 1 of the variance; and they have

@@ -11,6 +11,7 @@ from numpyro import handlers
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.model import costs
+from tests.conftest import slow
 
 N, SLOPE, ERROR, NOISE = 30, 2.0, 0.3, 0.2
 RNG = np.random.default_rng(0)
@@ -42,7 +43,7 @@ def fitted(*args, steps=40, **how):
 
 @pytest.mark.parametrize(
     "overhead",
-    [pytest.param(np.inf, marks=pytest.mark.slow), -np.inf],
+    [slow(np.inf), -np.inf],
     ids=["dense", "groups"],
 )
 def test_a_measured_covariate_counts_in_predictions(x64, monkeypatch, overhead):

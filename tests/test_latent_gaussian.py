@@ -16,6 +16,7 @@ from scipy import stats
 from scipy.special import softmax
 
 import numpyro_gpaug as gpaug
+from tests.conftest import slow
 from tests.models import gram
 
 SLOW = pytest.mark.slow
@@ -109,9 +110,7 @@ def fitted(model, *args, optim=None, steps=60, guide=None, **kwargs):
 QUICK = "poisson", "student"
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in QUICK else pytest.param(n, marks=SLOW) for n in LAWS]
-)
+@pytest.mark.parametrize("name", [n if n in QUICK else slow(n) for n in LAWS])
 def test_any_likelihood_against_a_grid(x64, name):
     law, y = LAWS[name]
     posterior, _, _ = fitted(partial(regression, law=law), T, y)
@@ -125,9 +124,7 @@ def test_any_likelihood_against_a_grid(x64, name):
     np.testing.assert_allclose(ratio, 1, atol=0.06)
 
 
-@pytest.mark.parametrize(
-    ("written", "y"), [(tobit, REAL), pytest.param(preferred, None, marks=SLOW)]
-)
+@pytest.mark.parametrize(("written", "y"), [(tobit, REAL), slow(preferred, None)])
 def test_factors_and_pairs_against_a_grid(x64, written, y):
     def model(t, y=None):
         a = numpyro.sample("a", dist.Normal(0, 1.5))
@@ -179,7 +176,7 @@ def product(t, y=None):
 
 @pytest.mark.parametrize(
     "model",
-    [heteroscedastic, *(pytest.param(m, marks=SLOW) for m in (scaled, product))],
+    [heteroscedastic, *(slow(m) for m in (scaled, product))],
 )
 def test_two_predictors_against_a_grid(x64, model):
     posterior, result, guide = fitted(model, T, REAL)
@@ -711,7 +708,7 @@ def test_too_many_latents_are_refused_with_their_size():
 
 @pytest.mark.parametrize(
     ("group", "effects"),
-    [(np.zeros(N, int), 1), pytest.param(GROUP % 2 * 2, 6, marks=SLOW)],
+    [(np.zeros(N, int), 1), slow(GROUP % 2 * 2, 6)],
 )
 def test_plates_of_one_and_groups_without_rows(group, effects):
     posterior, result, _ = fitted(
@@ -727,9 +724,7 @@ def test_plates_of_one_and_groups_without_rows(group, effects):
         )
 
 
-@pytest.mark.parametrize(
-    ("scale", "double"), [(30.0, False), pytest.param(1000.0, True, marks=SLOW)]
-)
+@pytest.mark.parametrize(("scale", "double"), [(30.0, False), slow(1000.0, True)])
 def test_collinear_columns_and_wide_priors(scale, double):
     """Of two columns that are the same the sum is known, as well as that of one."""
 

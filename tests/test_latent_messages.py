@@ -14,6 +14,7 @@ import pytest
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.distributions.predictor_mixture import PredictorMixture
 from numpyro_gpaug.model.arguments import Arguments
+from tests.conftest import slow
 
 N = 12
 RNG = np.random.default_rng(0)
@@ -145,10 +146,7 @@ def test_a_posterior_is_no_tree(posterior, function):
     "law",
     [
         lambda f: dist.Normal(f, jnp.array(0.5)),
-        pytest.param(
-            lambda f: dist.ZeroInflatedPoisson(jnp.array(0.3), jnp.exp(f)),
-            marks=pytest.mark.slow,
-        ),
+        slow(lambda f: dist.ZeroInflatedPoisson(jnp.array(0.3), jnp.exp(f))),
     ],
 )
 def test_draws_of_mixtures_have_their_moments_and_are_independent(law):
@@ -410,9 +408,7 @@ def test_slips_of_the_pen_are_named(args, kwargs, message, note):
     assert re.search(note, "".join(getattr(raised.value, "__notes__", [])))
 
 
-@pytest.mark.parametrize(
-    "route", ["svi", pytest.param("nested", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("route", ["svi", slow("nested")])
 def test_choices_that_are_none_need_finite_logits(route):
     available = T[:, None] < np.array([2.0, 0.5, 2.0])
 

@@ -13,6 +13,7 @@ from jax.scipy.special import ndtr
 from scipy import stats
 
 import numpyro_gpaug as gpaug
+from tests.conftest import slow
 
 KEY = jax.random.key(0)
 RNG = np.random.default_rng(1)
@@ -70,9 +71,7 @@ def known(law, key):
     "law",
     [
         lambda eta: dist.Normal(eta, 0.5),
-        pytest.param(
-            lambda eta: dist.Bernoulli(probs=ndtr(eta)), marks=pytest.mark.slow
-        ),
+        slow(lambda eta: dist.Bernoulli(probs=ndtr(eta))),
     ],
 )
 def test_predictions_have_the_shape_of_data(law):
@@ -175,7 +174,7 @@ def ordinal(eta):
     return dist.OrderedLogistic(eta, jnp.array([-0.5, 1.0]))
 
 
-@pytest.mark.parametrize("law", [pytest.param(probit, marks=pytest.mark.slow), ordinal])
+@pytest.mark.parametrize("law", [slow(probit), ordinal])
 def test_labels_by_quadrature_have_probabilities(law):
     def model(t, y=None, *, prior=1.0):
         b = numpyro.sample("b", dist.Normal(0, prior))

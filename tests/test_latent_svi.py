@@ -13,6 +13,7 @@ import pytest
 from numpyro.infer import SVI, Trace_ELBO
 
 import numpyro_gpaug as gpaug
+from tests.conftest import slow
 
 RNG = np.random.default_rng(1)
 N, GROUPS = 24, 4
@@ -33,9 +34,7 @@ def mixed(x, group, y=None, *, law):
         numpyro.sample("y", LAWS[law](mean), obs=y)
 
 
-@pytest.mark.parametrize(
-    "law", ["normal", pytest.param("poisson", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("law", ["normal", slow("poisson")])
 def test_losses_are_those_of_closed_form_updates(x64, law) -> None:
     """At the Gaussian that these find. With Gaussian noise it is the posterior, and
     every draw has the evidence for a ratio."""

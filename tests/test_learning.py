@@ -27,6 +27,7 @@ from numpyro_gpaug.infer.vi import (
 from numpyro_gpaug.infer.vi.lbfgs import Memory
 from numpyro_gpaug.infer.vi.result import ConjugateResult
 from numpyro_gpaug.infer.vi.state import Hyper
+from tests.conftest import slow
 
 KEY = jax.random.key(0)
 positive = dist.constraints.positive
@@ -140,7 +141,7 @@ def test_directions_are_those_of_the_recursion_of_l_bfgs(x64) -> None:
 @pytest.mark.parametrize(
     ("fn", "start", "evaluations"),
     [
-        pytest.param(rosenbrock, [-1.2, 1.0], 70, marks=pytest.mark.slow),
+        slow(rosenbrock, [-1.2, 1.0], 70),
         (rosenbrock, [-1.2, 1.0, 0.3, -0.7, 2.0], 120),
         (walled, [-3.0, 2.0, -1.0, 0.0, 3.0], 60),
         # With a memory of 20 pairs of points it takes 71.

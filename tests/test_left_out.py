@@ -11,6 +11,7 @@ import numpyro.distributions as dist
 import pytest
 
 import numpyro_gpaug as gpaug
+from tests.conftest import slow
 from tests.problems import classifier, regression, toy
 
 KEY = jax.random.key(0)
@@ -98,9 +99,7 @@ JOINT = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name", ["normal", pytest.param("counts", marks=pytest.mark.slow), "spread"]
-)
+@pytest.mark.parametrize("name", ["normal", slow("counts"), "spread"])
 def test_a_joint_gaussian_is_near_refits(name) -> None:
     model, y, close = JOINT[name]
     svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model), None)

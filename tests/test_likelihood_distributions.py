@@ -21,6 +21,7 @@ from numpyro_gpaug.distributions.bayesian_svm import expected_ratio
 from numpyro_gpaug.likelihoods.expectations import predictive
 from numpyro_gpaug.math.hinge import expected_absolute, expected_ramp
 from numpyro_gpaug.math.quadrature import gaussian_nodes, log_gamma_nodes
+from tests.conftest import slow, slow_in_double
 
 SVM = json.loads(
     (Path(__file__).parent / "golden" / "problem_bayesian_svm.json").read_text()
@@ -104,7 +105,7 @@ QUICK = (
 
 
 def some_slow(names):
-    return [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in names]
+    return [n if n in QUICK else slow(n) for n in names]
 
 
 @pytest.mark.parametrize("name", some_slow(CITIZENS))
@@ -194,7 +195,7 @@ SAMPLED = ("svm", "heteroscedastic_normal")
 
 @pytest.mark.parametrize(
     "name",
-    [n if n in SAMPLED else pytest.param(n, marks=pytest.mark.slow) for n in ORDERED],
+    [n if n in SAMPLED else slow(n) for n in ORDERED],
 )
 def test_draws_have_the_moments(name) -> None:
     d, mean, variance = compiled(name, "float32")
@@ -365,7 +366,7 @@ CASES = [
 
 @pytest.mark.parametrize(
     "case",
-    [c if i in (1, 6, 7, 9) else pytest.param(c, marks=pytest.mark.slow)
+    [c if i in (1, 6, 7, 9) else slow(c)
      for i, c in enumerate(CASES)],
 )  # fmt: skip
 def test_predictive_probabilities(x64, case) -> None:
@@ -383,11 +384,7 @@ def test_predictive_probabilities(x64, case) -> None:
         assert np.abs(ours - expected).max() < tolerance
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    ["float32", pytest.param("float64", marks=pytest.mark.slow)],
-    indirect=True,
-)
+@slow_in_double
 def test_predictive_distribution_functions_of_counts(dtype) -> None:
     """At latents of any spread; below zero, between whole numbers, at the top."""
     laws = {

@@ -20,7 +20,7 @@ from scipy.stats import norm, poisson
 import numpyro_gpaug as gpaug
 from numpyro_gpaug import PiecewiseLink
 from numpyro_gpaug.likelihoods.expectations import expected_log_prob, predictive
-from tests.conftest import assert_close
+from tests.conftest import assert_close, slow
 
 GOLDEN = json.loads(
     (Path(__file__).parent / "golden" / "problem_piecewise.json").read_text()
@@ -90,7 +90,7 @@ QUICK = ("poisson", "normal", "pair", "heteroscedastic")
 
 
 def marked(quick):
-    return [n if n in quick else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
+    return [n if n in quick else slow(n) for n in CASES]
 
 
 SOME_SLOW = marked(QUICK)
@@ -385,9 +385,7 @@ def bound_by_gradients(X, y, kwargs):
     return np.min(found.losses[-200:])
 
 
-@pytest.mark.parametrize(
-    "gradients", [False, pytest.param(True, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("gradients", [False, slow(True)])
 def test_heights_with_a_prior_through_both_routes(x64, gradients: bool) -> None:
     """Closed-form updates of f and of the heights reach what gradients reach."""
     X, y, Z = skewed_data(60)

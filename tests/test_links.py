@@ -18,7 +18,7 @@ from scipy.special import expit
 import numpyro_gpaug as gpaug
 from numpyro_gpaug import PiecewiseLink
 from numpyro_gpaug.distributions.links._cells import knots
-from tests.conftest import assert_close
+from tests.conftest import assert_close, slow
 
 GOLDEN = json.loads(
     (Path(__file__).parent / "golden" / "problem_piecewise.json").read_text()
@@ -208,8 +208,8 @@ def test_no_cancellation_in_float32() -> None:
     ("function", "error"),
     [
         (np.tanh, 0.02),
-        pytest.param(expit, 0.003, marks=pytest.mark.slow),
-        pytest.param(np.exp, 0.05, marks=pytest.mark.slow),
+        slow(expit, 0.003),
+        slow(np.exp, 0.05),
     ],
 )
 def test_pieces_for_an_accuracy(function, error: float) -> None:

@@ -17,6 +17,7 @@ from numpyro.infer import SVI, Predictive, Trace_ELBO
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.errors import NotConjugateError
+from tests.conftest import slow
 from tests.models import covariance as squared_exponential
 
 GOLDEN = json.loads(
@@ -141,9 +142,7 @@ def test_one_latent_per_output_is_a_process_with_latents(x64) -> None:
     np.testing.assert_allclose(f.variance, g.variance, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "updates", [pytest.param("augmented", marks=pytest.mark.slow), "auto"]
-)
+@pytest.mark.parametrize("updates", [slow("augmented"), "auto"])
 def test_latents_move_one_at_a_time(x64, updates) -> None:
     """The bound never falls, with whole steps, and ends where gradients end; the
     loadings are large, so that latents moved together would overshoot."""
@@ -270,9 +269,7 @@ def test_stock_bound_is_the_analytic_one_on_average(x64) -> None:
     np.testing.assert_allclose(loss, result.losses[-1], atol=0.25)
 
 
-@pytest.mark.parametrize(
-    "covariance", [pytest.param("natural", marks=pytest.mark.slow), "preconditioned"]
-)
+@pytest.mark.parametrize("covariance", [slow("natural"), "preconditioned"])
 def test_saved_and_loaded(tmp_path, covariance) -> None:
     X, y, known = problem("float32")
     guide = gpaug.AutoSparseGP(model, covariance=covariance)

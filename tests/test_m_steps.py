@@ -16,6 +16,7 @@ from numpyro.distributions import constraints
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.likelihoods.maximisers import lookup_m_step
+from tests.conftest import slow
 
 GOLDEN = json.loads(
     (Path(__file__).parent / "golden" / "problem_piecewise.json").read_text()
@@ -106,7 +107,7 @@ QUICK = [("factor", "auto"), ("poisson", "augmented")]
 
 @pytest.mark.parametrize(
     ("name", "updates"),
-    [c if c in QUICK else pytest.param(*c, marks=pytest.mark.slow) for c in CASES],
+    [c if c in QUICK else slow(*c) for c in CASES],
 )
 def test_the_bound_is_at_rest_there(x64, name: str, updates: str) -> None:
     """In few steps, without an optimiser, through weights and masks."""

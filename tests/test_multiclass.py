@@ -23,6 +23,7 @@ from numpyro_gpaug.math.log_sum import (
 )
 from numpyro_gpaug.testing import check_augmentation
 from tests.augmented import left_over
+from tests.conftest import slow
 from tests.models import covariance
 
 GOLDEN = json.loads(
@@ -50,8 +51,8 @@ def brute(link, m, v, num=161):
     [
         ("float32", "logistic"),
         ("float64", "softmax"),
-        pytest.param("float32", "softmax", marks=pytest.mark.slow),
-        pytest.param("float64", "logistic", marks=pytest.mark.slow),
+        slow("float32", "softmax"),
+        slow("float64", "logistic"),
     ],
     indirect=["dtype"],
 )
@@ -147,9 +148,9 @@ def golden_model(X, y=None, *, inducing, likelihood):
     ("kind", "which"),
     [
         ("collapsed", "full"),
-        pytest.param("mf", "sparse", marks=pytest.mark.slow),
-        pytest.param("collapsed", "sparse", marks=pytest.mark.slow),
-        pytest.param("mf", "full", marks=pytest.mark.slow),
+        slow("mf", "sparse"),
+        slow("collapsed", "sparse"),
+        slow("mf", "full"),
     ],
 )
 def test_golden_problem(x64, kind: str, which: str) -> None:
@@ -270,7 +271,7 @@ def run(svi, X, y, num_steps, likelihood, **kwargs):
 
 @pytest.mark.parametrize(
     "likelihood",
-    [categorical, pytest.param(gpaug.LogisticSoftmax, marks=pytest.mark.slow)],
+    [categorical, slow(gpaug.LogisticSoftmax)],
 )
 def test_exact_sites_rise_to_a_stationary_point(x64, likelihood) -> None:
     X, y = (np.asarray(a) for a in blobs(30))

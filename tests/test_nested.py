@@ -36,7 +36,7 @@ from numpyro_gpaug.math.threads import threads_for
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.predict import summary
 from numpyro_gpaug.predict.mixture import Members
-from tests.conftest import compilations, enable_x64
+from tests.conftest import compilations, enable_x64, slow
 from tests.models import gram
 
 SLOW = pytest.mark.slow
@@ -134,7 +134,7 @@ def test_normal_models_collapse_to_the_exact_marginal_likelihood(x64):
     jax.tree.map(close, ours[1], theirs[1])
 
 
-@pytest.mark.parametrize("projected", [True, pytest.param(False, marks=SLOW)])
+@pytest.mark.parametrize("projected", [True, slow(False)])
 def test_sparse_processes_are_collapsed_as_draws_are_weighed(x64, projected):
     X, Z = np.linspace(0, 1, 12)[:, None], np.linspace(0, 1, 3)[:, None]
     y = np.sin(6 * X[:, 0])
@@ -162,7 +162,7 @@ def test_sparse_processes_are_collapsed_as_draws_are_weighed(x64, projected):
 
 @pytest.mark.parametrize(
     ("model", "y"),
-    [(poisson, COUNTS), pytest.param(bernoulli, BINARY, marks=SLOW)],
+    [(poisson, COUNTS), slow(bernoulli, BINARY)],
     ids=["counts", "binary"],
 )
 def test_the_envelope_gradient_is_the_gradient(x64, model, y):
@@ -597,9 +597,7 @@ def wide(y=None):
         numpyro.sample("y", dist.Bernoulli(logits=a), obs=y)
 
 
-@pytest.mark.parametrize(
-    ("warmup", "num"), [(40, 50), pytest.param(150, 250, marks=SLOW)]
-)
+@pytest.mark.parametrize(("warmup", "num"), [(40, 50), slow(150, 250)])
 def test_uneven_weights_are_reported_and_corrected(monkeypatch, capsys, warmup, num):
     monkeypatch.setattr("numpyro_gpaug.infer.nested.fallback.WARMUP", warmup)
     options = {"num_points": 64, "num_draws": 2, "num_samples": 4 * num, "key": 2}
@@ -757,7 +755,7 @@ def classes(x, y=None):
         numpyro.sample("y", dist.Categorical(logits=eta), obs=y)
 
 
-@pytest.mark.parametrize("model", [pytest.param(varying_noise, marks=SLOW), classes])
+@pytest.mark.parametrize("model", [slow(varying_noise), classes])
 def test_draws_of_correlated_predictors_are_from_the_gaussian_that_was_found(
     x64, model
 ):

@@ -21,6 +21,7 @@ from numpyro_gpaug.infer.nested.apart import (
 )
 from numpyro_gpaug.infer.nested.rounds import corner_mean
 from numpyro_gpaug.model import costs
+from tests.conftest import slow
 
 KEY = jax.random.key(0)
 RNG = np.random.default_rng(0)
@@ -62,7 +63,7 @@ def exactly(centre):
     return evidence, tau, spread, (mass * u).sum(), (mass.sum(1) * levels).sum()
 
 
-@pytest.mark.parametrize("centre", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.parametrize("centre", [slow(True), False])
 def test_evidence_and_moments_are_those_of_sums(centre, monkeypatch):
     monkeypatch.setattr(costs, "_OVERHEAD", -np.inf)
     code = RNG.permutation(2 * G)

@@ -9,6 +9,7 @@ import numpyro.distributions as dist
 import pytest
 
 import numpyro_gpaug as gpaug
+from tests.conftest import slow
 
 KEY = jax.random.key(0)
 rng = np.random.default_rng(0)
@@ -40,25 +41,10 @@ def by_weights(X, y=None, *, unit):
     ("model", "units", "guide"),
     [
         # Arrays are traced, plain numbers are not.
-        pytest.param(
-            by_argument,
-            (np.float32(0), np.float32(3)),
-            gpaug.AutoLatentGaussian,
-            marks=pytest.mark.slow,
-        ),
+        slow(by_argument, (np.float32(0), np.float32(3)), gpaug.AutoLatentGaussian),
         (by_argument, (0.0, 3.0), gpaug.AutoSparseGP),
-        pytest.param(
-            by_support,
-            (np.float32(2), np.float32(9)),
-            gpaug.AutoLatentGaussian,
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            by_weights,
-            (np.float32(0), np.float32(3)),
-            gpaug.AutoSparseGP,
-            marks=pytest.mark.slow,
-        ),
+        slow(by_support, (np.float32(2), np.float32(9)), gpaug.AutoLatentGaussian),
+        slow(by_weights, (np.float32(0), np.float32(3)), gpaug.AutoSparseGP),
     ],  # fmt: skip
 )
 def test_other_data_start_where_a_new_fit_does(model, units, guide):

@@ -17,6 +17,7 @@ import numpyro_gpaug as gpaug
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.padding import Padding
 from numpyro_gpaug.model.rows import rows_apart
+from tests.conftest import slow
 
 KEY = jax.random.key(0)
 GROUPS = np.arange(5.0)
@@ -156,12 +157,10 @@ def used(model, guide, optim):
 
 @pytest.mark.parametrize(
     ("model", "guide", "optim"),
-    [pytest.param(
-         binary, gpaug.AutoSparseGP, optax.adam(0.05), marks=pytest.mark.slow),
+    [slow(binary, gpaug.AutoSparseGP, optax.adam(0.05)),
      (weights, gpaug.AutoLatentGaussian, None),
-     pytest.param(classes, gpaug.AutoSparseGP, None, marks=pytest.mark.slow),
-     pytest.param(
-         centred_outside, gpaug.AutoSparseGP, None, marks=pytest.mark.slow)],
+     slow(classes, gpaug.AutoSparseGP, None),
+     slow(centred_outside, gpaug.AutoSparseGP, None)],
 )  # fmt: skip
 def test_data_of_similar_size_share_programs_and_give_what_each_gives_alone(
     model, guide, optim

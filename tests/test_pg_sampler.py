@@ -17,6 +17,7 @@ from scipy.special import ndtri
 from numpyro_gpaug.distributions import PolyaGamma
 from numpyro_gpaug.distributions._pg_rho import log_gap, tangent
 from numpyro_gpaug.distributions._pg_sampler import _propose
+from tests.conftest import slow, slow_in_double
 from tests.pg_oracle import Law, laplace, moments, series_cdf, tails
 
 SHAPES = (0.05, 0.3, 1.0, 1.5, 4.0, 10.0, 30.0, 1000.0)
@@ -84,9 +85,9 @@ def draws_in_common(dtype: str, num: int) -> np.ndarray:
     ("dtype", "draws", "num"),
     [
         ("float32", draws_of_grid, FEWER),
-        pytest.param("float64", draws_of_grid, FEWER, marks=pytest.mark.slow),
+        slow("float64", draws_of_grid, FEWER),
         *(
-            pytest.param(dtype, draws, num, marks=pytest.mark.slow)
+            slow(dtype, draws, num)
             for dtype in ("float32", "float64")
             for draws, num in (
                 (draws_of_grid, FEW), (draws_of_grid, MANY), (draws_in_common, MANY),
@@ -158,8 +159,8 @@ def exact_gaps(dtype: str) -> tuple[np.ndarray, ...]:
     [
         ("float32", False),
         ("float32", True),
-        pytest.param("float64", False, marks=pytest.mark.slow),
-        pytest.param("float64", True, marks=pytest.mark.slow),
+        slow("float64", False),
+        slow("float64", True),
     ],
     indirect=["dtype"],
 )
@@ -178,7 +179,7 @@ def test_table_against_series(dtype, divided):
     np.testing.assert_allclose(-slope, rise, rtol=1e-7, atol=4 * atol)
 
 
-@pytest.mark.parametrize("size", [1, pytest.param(len(GRID), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [1, slow(len(GRID))])
 def test_acceptance(size):
     b, c = np.array(GRID, np.float32).T
     propose = jax.jit(_propose, static_argnums=(3, 4))
@@ -187,7 +188,7 @@ def test_acceptance(size):
         assert np.all(np.mean(np.asarray(x) > 0, axis=0) > 0.81 - 0.02)
 
 
-@pytest.mark.parametrize("size", [pytest.param(1000, marks=pytest.mark.slow), 5000])
+@pytest.mark.parametrize("size", [slow(1000), 5000])
 def test_paths_agree(size):
     """The same key: in common, known or not, and per draw; few draws and many."""
     c, shapes = np.linspace(0.0, 9.0, size, dtype="float32"), np.full(size, 2.5)
@@ -201,11 +202,7 @@ def test_paths_agree(size):
     assert np.mean(np.isclose(other, reference, rtol=1e-5)) > 0.998
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    ["float32", pytest.param("float64", marks=pytest.mark.slow)],
-    indirect=True,
-)
+@slow_in_double
 def test_extreme_shapes(dtype):
     b = np.asarray([1e-20, 1e-6, 1e-3, 1e5, 1e7], dtype)
     for c in (0.0, 3.0, 1e6):

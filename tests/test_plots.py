@@ -16,6 +16,7 @@ from xarray import Dataset, DataTree
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug import diagnostics, plots
+from tests.conftest import slow
 
 
 @pytest.fixture(autouse=True)
@@ -235,7 +236,7 @@ def test_predictive_of_labels(series):
     np.testing.assert_allclose(lines(ax)["mean"].get_ydata(), probs, rtol=1e-5)
 
 
-@pytest.mark.parametrize("num_classes", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("num_classes", [slow(2), 3])
 def test_decision_draws_surface_classes_and_inducing_inputs(num_classes):
     X = np.random.default_rng(0).normal(size=(40, 2)).astype("float32")
     y = (X[:, 0] > 0).astype(int) + (num_classes > 2) * (X[:, 1] > 1)

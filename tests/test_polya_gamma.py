@@ -13,6 +13,7 @@ from numpyro.distributions.kl import kl_divergence
 
 from numpyro_gpaug.distributions import PolyaGamma
 from numpyro_gpaug.math.special import log2cosh_half, pg_mean_unit
+from tests.conftest import slow_in_double
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "polya_gamma.json").read_text())
 
@@ -261,11 +262,7 @@ def test_gradients_are_finite_everywhere():
         assert np.isfinite(part).all()
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    ["float32", pytest.param("float64", marks=pytest.mark.slow)],
-    indirect=True,
-)
+@slow_in_double
 def test_sampler_is_deterministic_and_follows_shapes(dtype):
     b = np.asarray([[1.0], [2.0]], dtype)
     c = np.asarray([0.0, -1.0, 1000.0], dtype)

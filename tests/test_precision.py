@@ -15,6 +15,7 @@ from numpyro.infer import SVI
 from numpyro.infer.util import log_density
 
 import numpyro_gpaug as gpaug
+from tests.conftest import slow
 
 KEY = jax.random.key(0)
 rng = np.random.default_rng(0)
@@ -55,32 +56,11 @@ def assert_precise(lowered):
 @pytest.mark.parametrize(
     ("guide", "model", "args", "kwargs", "optim"),
     [
-        pytest.param(
-            gpaug.AutoSparseGP,
-            process,
-            (X, Y),
-            {"Z": Z},
-            "lbfgs",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            gpaug.AutoSparseGP,
-            process,
-            (X, Y),
-            {"Z": Z},
-            optax.adam(0.1),
-            marks=pytest.mark.slow,
-        ),
+        slow(gpaug.AutoSparseGP, process, (X, Y), {"Z": Z}, "lbfgs"),
+        slow(gpaug.AutoSparseGP, process, (X, Y), {"Z": Z}, optax.adam(0.1)),
         (gpaug.AutoSparseGP, process, (X, Y), {"Z": Z}, None),
         (gpaug.AutoLatentGaussian, grouped, (GROUP, Y), {}, "lbfgs"),
-        pytest.param(
-            gpaug.AutoLatentGaussian,
-            grouped,
-            (GROUP, Y),
-            {},
-            None,
-            marks=pytest.mark.slow,
-        ),
+        slow(gpaug.AutoLatentGaussian, grouped, (GROUP, Y), {}, None),
     ],  # fmt: skip
 )
 def test_steps_and_predictions(guide, model, args, kwargs, optim):
@@ -123,9 +103,7 @@ def bound_of(covariance, elbo):
     return jax.jit(lambda state: svi.update(state, X, Y, Z=Z)).lower(state)
 
 
-@pytest.mark.parametrize(
-    "covariance", ["preconditioned", pytest.param("dense", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("covariance", ["preconditioned", slow("dense")])
 def test_the_analytic_bound(covariance):
     assert_precise(bound_of(covariance, gpaug.TraceAnalytic_ELBO()))
 

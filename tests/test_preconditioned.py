@@ -12,7 +12,7 @@ from numpyro import handlers
 from numpyro.infer import SVI
 
 import numpyro_gpaug as gpaug
-from tests.conftest import assert_close, enable_x64
+from tests.conftest import assert_close, enable_x64, slow
 
 KEY = jax.random.key(0)
 
@@ -60,8 +60,8 @@ def spread_params(dtype, num_latents, size=5):
     [
         ("float32", None),
         ("float64", 2),
-        pytest.param("float32", 2, marks=pytest.mark.slow),
-        pytest.param("float64", None, marks=pytest.mark.slow),
+        slow("float32", 2),
+        slow("float64", None),
     ],
 )
 def test_it_is_the_gaussian_its_draws_come_from(precision, num_latents) -> None:

@@ -11,6 +11,7 @@ import numpyro.distributions as dist
 import pytest
 
 from numpyro_gpaug.distributions.predictor_mixture import PredictorMixture
+from tests.conftest import slow
 
 LAWS: dict[str, Callable[[Any], dist.Distribution]] = {
     # Made of a gamma distribution.
@@ -29,7 +30,7 @@ SLOW = {"beta-binomial", "ordinal", "zero-inflated"}
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in LAWS],
+    [slow(n) if n in SLOW else n for n in LAWS],
 )
 def test_draws_follow_the_probabilities(name: str) -> None:
     nodes = 6

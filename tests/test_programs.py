@@ -3,6 +3,7 @@
 
 import pytest
 
+from tests.conftest import slow
 from tests.programs import run
 
 
@@ -11,7 +12,7 @@ from tests.programs import run
     [
         (0, 6, False),
         (60, 2, True),
-        pytest.param(0, 60, False, marks=pytest.mark.slow),
+        slow(0, 60, False),
     ],
 )
 def test_random_programs_are_right_or_refused(

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.conftest import slow
 from tests.random_problems import (
     FIRST,
     LIKELIHOODS,
@@ -104,7 +105,7 @@ def quick() -> list[int]:
 
 @pytest.mark.parametrize(
     "chosen",
-    [quick(), pytest.param(range(1000), marks=pytest.mark.slow)],
+    [quick(), slow(range(1000))],
     ids=["some", "all"],
 )
 def test_random_problems_in_float32(chosen: Sequence[int]) -> None:

@@ -12,7 +12,7 @@ from sklearn.metrics import ndcg_score
 
 from numpyro_gpaug import ranking
 
-from .conftest import assert_close
+from .conftest import assert_close, slow_in_double
 
 GOLDEN = json.loads(
     (Path(__file__).parent / "golden" / "problem_panos_mlgpf.json").read_text()
@@ -64,11 +64,7 @@ def test_scores_of_minus_infinity():
     np.testing.assert_array_equal(labels, [[4, 0, 1]])
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    ["float32", pytest.param("float64", marks=pytest.mark.slow)],
-    indirect=True,
-)
+@slow_in_double
 def test_linear_scores(dtype):
     rng = np.random.default_rng(0)
     h, loadings, bias = (

@@ -18,7 +18,7 @@ from numpyro_gpaug.gaussians.dense import NaturalGaussian
 from numpyro_gpaug.gaussians.groups import Groups
 from numpyro_gpaug.guides import latent_gaussian
 from numpyro_gpaug.infer.vi.resolution import LOST, displaced, inflation, warn_of_lost
-from tests.conftest import assert_close
+from tests.conftest import assert_close, slow, slow_in_double
 
 LAWS = {
     "normal": lambda f: dist.Normal(f, 0.5),
@@ -65,10 +65,7 @@ LOSSES = {
 
 @pytest.mark.parametrize(
     ("kind", "law", "width"),
-    [
-        pytest.param(*case, marks=pytest.mark.slow) if "poisson" in case else case
-        for case in LOSSES
-    ],
+    [slow(*case) if "poisson" in case else case for case in LOSSES],
 )
 def test_wide_priors_are_those_of_float64(kind, law, width):
     result = run(fitter(), kind, law, width)
@@ -127,11 +124,7 @@ def test_what_rounding_loses_is_told(kind, law, width, monkeypatch):
     assert "'w'] compensate for each other, under priors" in said
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    ["float32", pytest.param("float64", marks=pytest.mark.slow)],
-    indirect=["dtype"],
-)
+@slow_in_double
 def test_inflation_is_that_of_the_dense_precision(dtype):
     rng = np.random.default_rng(0)
     groups, each, corner, steps = 6, 2, 3, 3

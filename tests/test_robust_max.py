@@ -16,6 +16,7 @@ import pytest
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.likelihoods.expectations import expected_log_prob, predictive
 from numpyro_gpaug.math.argmax import argmax_probability
+from tests.conftest import slow, slow_in_double
 from tests.test_argmax import everything
 from tests.test_multiclass import blobs
 from tests.test_robustness import assert_monotone
@@ -27,9 +28,7 @@ KEY = jax.random.key(0)
 # -- the likelihood -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "num_classes", [3, pytest.param(4, marks=pytest.mark.slow), 10]
-)
+@pytest.mark.parametrize("num_classes", [3, slow(4), 10])
 def test_golden_numbers(x64, num_classes) -> None:
     cases = [case for case in GOLDEN["cases"] if len(case["m"]) == num_classes]
     names = ("m", "v", "y", "S", "expected_loglik", "p_pred")
@@ -57,11 +56,7 @@ def test_golden_gradient(x64) -> None:
     np.testing.assert_allclose(by_variance[0], golden["dS_dv_fd"], rtol=0, atol=1e-7)
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    ["float32", pytest.param("float64", marks=pytest.mark.slow)],
-    indirect=True,
-)
+@slow_in_double
 def test_density_and_draws(dtype) -> None:
     f = np.asarray([[0.5, -1.0, 2.0], [0.0, 0.0, -3.0]], dtype)
     d = gpaug.RobustMax(f, np.array([0.1, 0.4]), validate_args=True)
@@ -215,9 +210,7 @@ def test_bad_starts() -> None:
         assert result.losses[-1] < best + 20
 
 
-@pytest.mark.parametrize(
-    "gradients", [False, pytest.param(True, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("gradients", [False, slow(True)])
 def test_same_optimum_as_gradients_and_the_best_epsilon(x64, gradients) -> None:
     X, y = blobs(20)
     X = jnp.asarray(np.asarray(X, "float64"))

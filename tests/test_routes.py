@@ -16,6 +16,7 @@ from numpyro.infer import (
 )
 
 import numpyro_gpaug as gpaug
+from tests.conftest import slow
 from tests.models import (
     blocks_of,
     brute_bound,
@@ -218,10 +219,10 @@ def test_stock_bounds_agree_with_the_analytic_one(num_latents, covariance):
     ("loss", "batch_size"),
     [
         (TraceMeanField_ELBO(), 8),
-        pytest.param(gpaug.TraceAnalytic_ELBO(), 8, marks=pytest.mark.slow),
-        pytest.param(Trace_ELBO(), None, marks=pytest.mark.slow),
-        pytest.param(Trace_ELBO(), 8, marks=pytest.mark.slow),
-        pytest.param(TraceMeanField_ELBO(), None, marks=pytest.mark.slow),
+        slow(gpaug.TraceAnalytic_ELBO(), 8),
+        slow(Trace_ELBO(), None),
+        slow(Trace_ELBO(), 8),
+        slow(TraceMeanField_ELBO(), None),
     ],
 )
 def test_svi_of_numpyro_runs(loss, batch_size):

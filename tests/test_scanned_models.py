@@ -15,6 +15,7 @@ import numpyro_gpaug as gpaug
 from numpyro_gpaug.model import costs
 from numpyro_gpaug.model.jaxpr import dependence_tree
 from numpyro_gpaug.model.program import Program
+from tests.conftest import slow
 
 STEPS, PHI, SCALE, NOISE = 30, 0.8, 0.5, 0.4
 TIMES = np.arange(STEPS)
@@ -88,8 +89,7 @@ MODELS = {
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.slow) for n in MODELS if n != "scanned"]
-    + ["scanned"],
+    [slow(n) for n in MODELS if n != "scanned"] + ["scanned"],
 )
 def test_evidence_and_forecasts_are_exact(x64, monkeypatch, name):
     model, kwargs, (transition, innovations, first), form = MODELS[name]
@@ -159,7 +159,7 @@ def rates(where):
     "where",
     [
         "inside",
-        *(pytest.param(w, marks=pytest.mark.slow) for w in ("after", "returned")),
+        *(slow(w) for w in ("after", "returned")),
     ],
 )
 def test_what_steps_make_of_their_states_may_be_looked_at(monkeypatch, where):

@@ -25,7 +25,7 @@ from numpyro_gpaug.model import inspect_joint
 from numpyro_gpaug.model.costs import WHITE
 from numpyro_gpaug.model.gaussians import field
 from numpyro_gpaug.testing import check_structure
-from tests.conftest import enable_x64
+from tests.conftest import enable_x64, slow
 
 SIDE = 5
 AREAS = SIDE**2
@@ -157,7 +157,7 @@ def test_a_field_is_a_dense_gaussian(name, dtype, always_sparse, tmp_path):
     ("dtype", "fewest"),
     [
         ("float32", 1),
-        *(pytest.param("float64", n, marks=pytest.mark.slow) for n in (1, np.inf)),
+        *(slow("float64", n) for n in (1, np.inf)),
     ],
     ids=["nodes-float32", "nodes-float64", "border-float64"],
     indirect=["dtype"],
@@ -197,7 +197,7 @@ def test_groups_that_are_new_beside_a_field(
 
 @pytest.mark.parametrize(
     "dtype",
-    ["float64", pytest.param("float32", marks=pytest.mark.slow)],
+    ["float64", slow("float32")],
     indirect=["dtype"],
 )
 def test_a_sparse_structure_is_a_dense_gaussian(dtype):
@@ -415,8 +415,8 @@ def real(area, y=None, *, kind):
     [
         (gpaug.AugmentedGaussian, "icar"),
         (gpaug.EllipticalSlice, "car"),
-        pytest.param(gpaug.AugmentedGaussian, "car", marks=pytest.mark.slow),
-        pytest.param(gpaug.EllipticalSlice, "icar", marks=pytest.mark.slow),
+        slow(gpaug.AugmentedGaussian, "car"),
+        slow(gpaug.EllipticalSlice, "icar"),
     ],
 )
 def test_fields_are_sampled_exactly(sampler, kind, x64, always_sparse):

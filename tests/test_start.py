@@ -20,6 +20,7 @@ import pytest
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.model.arguments import Arguments
+from tests.conftest import slow
 from tests.problems import classifier, toy
 
 KEY = jax.random.key(0)
@@ -112,9 +113,7 @@ def test_steps_continue_only_on_the_data_of_their_bound() -> None:
     assert other.hyper.scale >= state.hyper.scale
 
 
-@pytest.mark.parametrize(
-    "rows", [12, *(pytest.param(n, marks=pytest.mark.slow) for n in (11, 13))]
-)
+@pytest.mark.parametrize("rows", [12, *(slow(n) for n in (11, 13))])
 def test_inducing_inputs_are_no_rows_of_new_inputs(fitted, rows: int) -> None:
     """``len(X_new) == len(Z)``, with Z passed again."""
     X, y, svi, result = fitted

@@ -26,7 +26,7 @@ from numpyro_gpaug.kernels import (
     SquaredExponential,
 )
 
-from .conftest import assert_close
+from .conftest import assert_close, slow
 
 GOLDEN = json.loads(
     (Path(__file__).parent / "golden" / "problem_panos_mlgpf.json").read_text()
@@ -305,7 +305,7 @@ def test_one_set_of_inducing_inputs_per_latent():
     ("method", "size", "rank"),
     [
         ("svd", 1_000_000, 50),
-        pytest.param("clusters", 200_000, 60, marks=pytest.mark.slow),
+        slow("clusters", 200_000, 60),
     ],
 )
 def test_tall_sparse_inputs_stay_small(method, size, rank):

@@ -16,6 +16,7 @@ import pytest
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.infer import load_state, save_state
+from tests.conftest import slow
 
 KEY = jax.random.key(0)
 
@@ -69,7 +70,7 @@ def data():
 
 @pytest.mark.parametrize(
     "optim",
-    ["lbfgs", pytest.param(optax.adam(0.05), marks=pytest.mark.slow)],
+    ["lbfgs", slow(optax.adam(0.05))],
     ids=["lbfgs", "adam"],
 )
 def test_what_is_no_float_stays(optim, data, tmp_path) -> None:

@@ -19,7 +19,7 @@ from numpyro_gpaug.gp.projection import project, whitener
 from numpyro_gpaug.inducing import kmeans
 from numpyro_gpaug.math.linalg import inverse_cholesky
 from numpyro_gpaug.math.whitening import inverse_root, least_jitter
-from tests.conftest import enable_x64
+from tests.conftest import enable_x64, slow
 
 NOISE = 0.05
 SMOOTH, ROUGH = kernels.SquaredExponential, kernels.Matern52
@@ -71,7 +71,7 @@ def bound(fitters, problem, dtype, **hyper) -> float:
     ("dim", "kernel"),
     [
         (2, SMOOTH),
-        *(pytest.param(d, k, marks=pytest.mark.slow) for d in (2, 4, 6)
+        *(slow(d, k) for d in (2, 4, 6)
           for k in (SMOOTH, ROUGH) if (d, k) != (2, SMOOTH)),
     ],
 )  # fmt: skip
@@ -90,7 +90,7 @@ def test_float32_loses_at_most_two_nats(dim, kernel, problems, fitters) -> None:
     ("dim", "kernel"),
     [
         (2, SMOOTH),
-        *(pytest.param(*c, marks=pytest.mark.slow) for c in ((2, ROUGH), (4, SMOOTH))),
+        *(slow(*c) for c in ((2, ROUGH), (4, SMOOTH))),
     ],
 )
 def test_variances_far_above_that_of_the_noise(dim, kernel, problems, fitters) -> None:
@@ -119,9 +119,7 @@ def test_draws_where_the_posterior_is_narrow(problems, fitters) -> None:
     assert draws.std(0).max() < 0.1 * np.sqrt(hyper["variance"])
 
 
-@pytest.mark.parametrize(
-    "size", [200, *(pytest.param(n, marks=pytest.mark.slow) for n in (20, 500))]
-)
+@pytest.mark.parametrize("size", [200, *(slow(n) for n in (20, 500))])
 def test_hard_matrices_are_whitened(size) -> None:
     """Twice the same inducing inputs, and lengthscales up to a constant kernel."""
     root = jax.jit(inverse_root)
