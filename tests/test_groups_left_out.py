@@ -116,3 +116,49 @@ def test_what_cannot_be_left_out() -> None:
     result = svi.run(jax.random.key(0), 2, X, VALUES, progress_bar=False)
     with pytest.raises(NotConjugateError, match="a fit of AutoLatentGaussian"):
         svi.posterior(result).leave_out(GROUP, X, VALUES)
+
+
+def integrated(time, group, keep, y=None, *, likelihood):
+    tau = numpyro.sample("tau", dist.HalfNormal(1))
+    level = numpyro.sample("level", dist.Normal(0, 3))
+    with numpyro.plate("groups", 6):
+        effect = numpyro.sample("effect", dist.Normal(0, tau))
+    eta = level + 0.5 * time + effect[group]
+    with numpyro.plate("data", len(time)), numpyro.handlers.mask(mask=keep):
+        numpyro.sample("y", likelihood(eta), obs=y)
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "y"),
+    [
+        pytest.param(normal, VALUES, marks=pytest.mark.slow, id="normal"),
+        pytest.param(poisson, COUNTS, id="counts"),
+    ],
+)
+def test_hyperparameters_follow_their_posterior_without_the_group(likelihood, y):
+    nested = gpaug.NestedVI(integrated, num_points=64, progress_bar=False)
+    key, rest = jax.random.key(0), {"likelihood": likelihood}
+
+    def posterior(keep):
+        nested.run(key, TIME, GROUP, keep, y, **rest)
+        return nested.posterior()
+
+    whole, alone = posterior(EVERYTHING), np.arange(len(y))
+    found = whole.leave_out(GROUP, TIME, GROUP, EVERYTHING, y).log_prob(y)
+    one = whole.leave_one_out(TIME, GROUP, EVERYTHING, y).log_prob(y)
+    for left, density in ((GROUP == 4, found), (alone == 7, one)):
+        without = posterior(~left).log_prob(TIME, GROUP, EVERYTHING, y)
+        # The Monte Carlo error of points, and of the Gaussian for counts.
+        np.testing.assert_allclose(density[left], without[left], atol=0.1)
+
+
+def test_models_are_compared_by_groups_left_out() -> None:
+    better = np.linspace(-2, -1, 20)
+    densities = {"poor": better - 0.5, "better": better}
+    table = gpaug.diagnostics.compare(densities)
+    assert list(table.index) == ["better", "poor"]
+    assert table.loc["poor", "elpd_diff"] == pytest.approx(10)
+    with pytest.raises(ValueError, match=r"log densities have shapes .*\(5,\)"):
+        gpaug.diagnostics.compare({"a": better, "b": better[:5]})
+    with pytest.raises(ValueError, match="'b' are not all finite"):
+        gpaug.diagnostics.compare({"a": better, "b": better * np.inf})

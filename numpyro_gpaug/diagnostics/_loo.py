@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from jax.typing import ArrayLike
 
 from numpyro_gpaug.diagnostics._arviz import part_of_arviz
 from numpyro_gpaug.diagnostics._importance import check_tree
@@ -101,16 +102,24 @@ def _without_ties(tree: DataTree) -> DataTree:
 
 
 def compare(
-    trees: Mapping[str, DataTree], site: str | None = None, *, correct: bool = True
+    trees: Mapping[str, DataTree | ArrayLike],
+    site: str | None = None,
+    *,
+    correct: bool = True,
 ) -> Any:
-    """Rank models, and ways to fit them, by :func:`loo`.
+    """Rank models, and ways to fit them, by :func:`loo`, or by log densities of data
+    that were left out.
 
     All models must have observed the same data in the same units. A density cannot be
     compared with a probability: do not compare a ``Normal`` for counts with a
     ``Poisson``. (:func:`arviz_stats.compare` accepts the trees, too, but treats draws
     of a guide as draws from the posterior.)
 
-    :param trees: trees by name, at least two; each as in :func:`loo`.
+    :param trees: trees by name, at least two; each as in :func:`loo`. Or log densities
+        of the same observations, as ``posterior.leave_out(groups, X, y).log_prob(y)``
+        returns them. Densities of observations of one group depend on one another: if
+        groups are few, pass their sums, ``np.bincount(group, densities)``, so that
+        standard errors are those of independent terms.
     :param site: the observed site, if the models have several.
     :param correct: as in :func:`loo`.
     :return: ArviZ's table, a :class:`pandas.DataFrame` with one row per model, the best
@@ -145,6 +154,10 @@ def compare(
     """
     if len(trees) < 2:
         raise ValueError(f"trees holds {list(trees)}: there is nothing to compare")
+    arrays = {n: np.asarray(x) for n, x in trees.items() if _is_array(x)}
+    if arrays:
+        table = _ranked(_scores_of(arrays, trees))
+        return table.drop(columns=["p", "warning"], errors="ignore")
     first, *others = trees.items()
     expected = _observed(first[1], site)
     for name, tree in others:
@@ -162,11 +175,55 @@ def compare(
         # The table counts the data that this warning is about.
         warnings.filterwarnings("ignore", "Estimated shape parameter of Pareto")
         scores = {n: loo(tree, site, correct=correct) for n, tree in trees.items()}
-        # ArviZ 0.8 calls pandas in a way that pandas 3.1 deprecates.
-        warnings.filterwarnings("ignore", "The inplace keyword")
-        table = part_of_arviz("arviz_stats").compare(scores)
+    table = _ranked(scores)
     bad = {n: int((s.pareto_k > s.good_k).sum()) for n, s in scores.items()}
     return table.assign(bad_k=[bad[name] for name in table.index])
+
+
+def _ranked(scores: dict[str, Any]) -> Any:
+    """Return ArviZ's table of scores by model."""
+    with warnings.catch_warnings():
+        # ArviZ 0.8 calls pandas in a way that pandas 3.1 deprecates.
+        warnings.filterwarnings("ignore", "The inplace keyword")
+        return part_of_arviz("arviz_stats").compare(scores)
+
+
+def _is_array(x: Any) -> bool:
+    return hasattr(x, "dtype") or isinstance(x, Sequence)
+
+
+def _scores_of(arrays: dict[str, np.ndarray], given: Mapping[str, Any]) -> Any:
+    """Return ArviZ's scores of log densities by model.
+
+    :param arrays: log densities.
+    :param given: everything that is to be compared.
+    """
+    part_of_arviz("arviz_stats")
+    from arviz_stats.utils import ELPDData
+    from xarray import DataArray
+
+    shapes = {name: x.shape for name, x in arrays.items()}
+    if len(arrays) < len(given):
+        raise ValueError(
+            f"{[k for k in given if k not in arrays]} are trees, and {[*arrays]} are "
+            "log densities. Pass all models in one form"
+        )
+    if len({*shapes.values()}) > 1:
+        raise ValueError(
+            f"log densities have shapes {shapes}. Models can be compared only on the "
+            "same observations, in the same order"
+        )
+    scores = {}
+    for name, x in arrays.items():
+        terms = np.asarray(x, float).ravel()
+        if not np.isfinite(terms).all():
+            raise ValueError(f"the log densities of {name!r} are not all finite")
+        error = np.sqrt(terms.size * terms.var())
+        scores[name] = ELPDData(
+            "loo", terms.sum(), error, np.nan, 1, terms.size, "log", False, 0.7,
+            elpd_i=DataArray(terms), pareto_k=DataArray(np.zeros_like(terms)),
+        )  # fmt: skip
+    return scores
 
 
 def _observed(tree: DataTree, site: str | None) -> np.ndarray:

@@ -28,7 +28,8 @@ class PredictorMixture(Distribution):
 
     :param leaves: leaves of the component, in the order of ``treedef``; leaves marked
         by ``varies`` have a leading axis over nodes.
-    :param weights: weights of the nodes, summing to one.
+    :param weights: weights of the nodes, summing to one; (nodes,), or (nodes, ...) if
+        they differ between data.
     :param treedef: structure of the component.
     :param varies: which leaves vary.
     :param batch_shape: batch shape of a component.
@@ -55,16 +56,18 @@ class PredictorMixture(Distribution):
     def over_members(self, weights: Array) -> PredictorMixture:
         """Combine several stacked mixtures into one over the nodes of all.
 
-        :param weights: weights of the members; all arrays have a leading axis over
-            members.
+        :param weights: weights of the members, (members,), or (members, ...) if they
+            differ between data; all arrays have a leading axis over members.
         """
         nodes = self.weights.shape[1]
+        each = self.weights.reshape(*self.weights.shape, *[1] * (weights.ndim - 1))
+        both = weights[:, None] * each
         leaves = tuple(
             x.reshape(-1, *x.shape[2:]) if v else jnp.repeat(x, nodes, 0)
             for x, v in zip(self.leaves, self.varies, strict=True)
         )
         return PredictorMixture(
-            leaves, (weights[:, None] * self.weights).ravel(), self.treedef,
+            leaves, both.reshape(-1, *both.shape[2:]), self.treedef,
             (True,) * len(leaves), self.batch_shape, self.event_shape,
         )  # fmt: skip
 
@@ -100,8 +103,20 @@ class PredictorMixture(Distribution):
         """Apply a function to every component, nodes first."""
         return jax.vmap(lambda moving: function(self._with(moving)))(self._moving)
 
-    def _average(self, values: Array) -> Array:
-        return jnp.tensordot(self.weights, values, 1)
+    def _average(self, values: Array, event_dim: int = 0) -> Array:
+        if self.weights.ndim == 1:
+            return jnp.tensordot(self.weights, values, 1)
+        return (self._aligned(self.weights, values, event_dim) * values).sum(0)
+
+    @staticmethod
+    def _aligned(weights: Array, values: Array, event_dim: int = 0) -> Array:
+        """Return weights with axes for those of draws, which come before the axes of
+        data, and for those of events, which come after them."""
+        draws = (1,) * (values.ndim - weights.ndim - event_dim)
+        if weights.ndim == 1:
+            return weights.reshape(-1, *draws, *(1,) * event_dim)
+        nodes, *data = weights.shape
+        return weights.reshape(nodes, *draws, *data, *(1,) * event_dim)
 
     @property
     def _component(self) -> Any:
@@ -130,18 +145,18 @@ class PredictorMixture(Distribution):
 
     @property
     def mean(self) -> Array:
-        return self._average(self._moment("mean"))
+        return self._average(self._moment("mean"), self.event_dim)
 
     @property
     def variance(self) -> Array:
-        means = self._moment("mean")
-        within = self._average(self._moment("variance"))
-        return within + self._average(jnp.square(means - self._average(means)))
+        means, dims = self._moment("mean"), self.event_dim
+        within = self._average(self._moment("variance"), dims)
+        apart = jnp.square(means - self._average(means, dims))
+        return within + self._average(apart, dims)
 
     def log_prob(self, value: Array) -> Array:
         densities = self._each(lambda d: d.log_prob(value))
-        shape = (-1,) + (1,) * (densities.ndim - 1)
-        weights = jnp.log(self.weights).reshape(shape)
+        weights = self._aligned(jnp.log(self.weights), densities)
         return jax.nn.logsumexp(weights + densities, 0)
 
     def cdf(self, value: Array) -> Array:
@@ -157,8 +172,12 @@ class PredictorMixture(Distribution):
     def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
         node_key, key = random.split(key)
         shape = sample_shape + self.batch_shape
-        # Not Categorical, which draws a random number for every node.
-        chosen = random.choice(node_key, len(self.weights), shape, p=self.weights)
+        if self.weights.ndim == 1:
+            # Not Categorical, which draws a random number for every node.
+            chosen = random.choice(node_key, len(self.weights), shape, p=self.weights)
+        else:
+            weights = jnp.log(self.weights)
+            chosen = random.categorical(node_key, weights, 0, shape=shape)
         known = self._event_dims()
         if known is None:
             # Several data at different nodes may share a parameter.

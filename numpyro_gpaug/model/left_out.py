@@ -113,13 +113,8 @@ def without_groups(
     def of_group(members: Array) -> tuple[Array, Array]:
         there, at = members >= 0, jnp.maximum(members, 0)
         own = whole[:, at][:, :, :, at]
-        pp = own[:cut, :, :cut].reshape(cut * wide, cut * wide)
         rp = own[cut:, :, :cut].reshape(-1, cut * wide)
-        # Members that are not there have no factor.
-        each = jnp.where(there[:, None, None], precision[at], 0)
-        apart = jnp.eye(wide, dtype=own.dtype)
-        w = jnp.einsum("rij,rs->irjs", each, apart).reshape(pp.shape)
-        g = jnp.where(there, slopes[at].T, 0).ravel()
+        pp, w, g = _of_group(whole[:cut, :, :cut], slopes, precision, members)
         gain = solved(jnp.eye(len(pp), dtype=own.dtype) - w @ pp, rp)
         spread = own[cut:, :, cut:].reshape(len(rp), len(rp)) + gain @ w @ rp.T
         of_datum = jnp.einsum("irjr->rij", spread.reshape(2 * (count - cut, wide)))
@@ -129,6 +124,66 @@ def without_groups(
 
     found = jax.lax.map(of_group, together.members)
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[together.place], found)
+
+
+def log_density(own: Array, slopes: Array, precision: Array) -> Array:
+    r"""Return the logarithm of the mean of factors under the Gaussian without them,
+    (n,).
+
+    Each factor is one at the mean of its predictors. The mean is
+    :math:`\tfrac12 \log |I - W C| - \tfrac12 g^\top C (I - W C)^{-1} g`, with the
+    symbols of :func:`without_factors`.
+
+    :param own: covariances of the predictors of the factors, (n, k, k).
+    :param slopes: g, (n, k).
+    :param precision: W, (n, k, k).
+    """
+    kept = jnp.eye(own.shape[-1], dtype=own.dtype) - small.product(precision, own)
+    log_det, inverse = _log_det(kept), _inverse(kept)
+    fall = (slopes * jnp.matvec(small.product(own, inverse), slopes)).sum(-1)
+    return 0.5 * (log_det - fall)
+
+
+def log_density_of_groups(
+    whole: Array, slopes: Array, precision: Array, together: LeftOut
+) -> Array:
+    """Return :func:`log_density` of the factors of each group, (G,).
+
+    :param whole: covariances of all predictors, (count, n, count, n).
+    """
+    cut, wide = slopes.shape[1], together.members.shape[1]
+
+    @linalg.one_by_one
+    def of(kept: Array, pp: Array, g: Array) -> Array:
+        sign, log_det = jnp.linalg.slogdet(kept)
+        fall = g @ pp @ jnp.linalg.solve(kept, g)
+        return jnp.where(sign > 0, 0.5 * (log_det - fall), jnp.nan)
+
+    def of_group(members: Array) -> Array:
+        pp, w, g = _of_group(whole[:cut, :, :cut], slopes, precision, members)
+        return of(jnp.eye(cut * wide, dtype=pp.dtype) - w @ pp, pp, g)
+
+    return jax.lax.map(of_group, together.members)
+
+
+def _of_group(
+    whole: Array, slopes: Array, precision: Array, members: Array
+) -> tuple[Array, Array, Array]:
+    """Return the covariance of the predictors of a group's factors, the precision of
+    the factors, and their slopes, flat."""
+    there, at = members >= 0, jnp.maximum(members, 0)
+    cut, wide = slopes.shape[1], len(members)
+    pp = whole[:, at][:, :, :, at].reshape(cut * wide, cut * wide)
+    # Members that are not there have no factor.
+    each = jnp.where(there[:, None, None], precision[at], 0)
+    w = jnp.einsum("rij,rs->irjs", each, jnp.eye(wide, dtype=pp.dtype))
+    return pp, w.reshape(pp.shape), jnp.where(there, slopes[at].T, 0).ravel()
+
+
+def _log_det(x: Array) -> Array:
+    """Return the log-determinants of matrices of one or two rows, (n, k, k)."""
+    a, b, c, d = x[:, 0, 0], x[:, 0, -1], x[:, -1, 0], x[:, -1, -1]
+    return jnp.log(a * d - b * c if x.shape[-1] == 2 else a)
 
 
 def _inverse(x: Array) -> Array:

@@ -22,6 +22,7 @@ from numpyro_gpaug.guides.function_posterior import Fit, InducingPosterior
 from numpyro_gpaug.likelihoods.expectations import (
     Route,
     base_distribution,
+    feasible,
     predictive,
     through_wrappers,
 )
@@ -37,7 +38,7 @@ from numpyro_gpaug.model.view import ModelView
 from numpyro_gpaug.model.whitened import whitened
 from numpyro_gpaug.predict.added_rows import joint_draws
 from numpyro_gpaug.predict.averaging import Of, in_chunks, over_rows, pairs
-from numpyro_gpaug.predict.mixture import FunctionValues
+from numpyro_gpaug.predict.mixture import FunctionValues, WithoutData
 
 Drawn = tuple[Array, Array]
 
@@ -304,12 +305,36 @@ class JointAnswers(Answers):
         return view.predictive(self.observed(site), self._extended(view, fit, site))
 
     def left_out(
-        self, view: Any, fit: Fit, site: str, together: LeftOut | None = None
-    ) -> Distribution:
+        self,
+        view: Any,
+        fit: Fit,
+        site: str,
+        together: LeftOut | None = None,
+        *,
+        weighed: bool = False,
+    ) -> Distribution | WithoutData:
+        """Return the distribution of each observation given all others, or those of
+        other groups.
+
+        :param view: the model at the rows of the fit, with their observations.
+        :param fit: the fitted quantities.
+        :param site: the observed site.
+        :param together: the groups.
+        :param weighed: whether this is a member of a mixture, whose weight without the
+            data needs their density.
+        """
         method = "leave_one_out" if together is None else "leave_out"
         check_observed(site, view.message(site), method)
         observed, q = self.observed(site), self._at_prior(view, fit)
-        return view.left_out(observed, q, together).predictive(observed, q)
+        without = view.left_out(observed, q, together)
+        found = without.predictive(observed, q)
+        if not weighed:
+            return found
+        one = view.left_out(observed, q, None).predictive(observed, q)
+        message = view.message(site)
+        density = one.log_prob(feasible(message["fn"], message["value"]))
+        alone = through_wrappers(message["fn"], lambda _: density)
+        return WithoutData(found, without.log_density_left_out(q, alone))
 
 
 def _left_out(posterior: object, view: ModelView, fit: Fit) -> dict[str, Marginals]:

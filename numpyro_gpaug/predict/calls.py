@@ -19,7 +19,7 @@ from numpyro_gpaug.model.costs import MAX_DENSE
 from numpyro_gpaug.model.left_out import LeftOut
 from numpyro_gpaug.predict.added_rows import without_added
 from numpyro_gpaug.predict.arguments import FitArguments, joined_rows
-from numpyro_gpaug.predict.mixture import Fitted
+from numpyro_gpaug.predict.mixture import Fitted, WithoutData
 from numpyro_gpaug.predict.predictor import Predictor, Prepared, is_traced
 
 SMALL_BATCH = 128
@@ -118,7 +118,7 @@ class Calls:
 
     def left_out(
         self, arguments: Arguments, site: str, together: LeftOut
-    ) -> Distribution:
+    ) -> Distribution | WithoutData:
         """Predict observations from those of other groups.
 
         :param arguments: the model's arguments, observations included.

@@ -36,6 +36,18 @@ class FunctionValues(NamedTuple):
     variance: Array
 
 
+class WithoutData(NamedTuple):
+    """Observations that are predicted from others.
+
+    :param distribution: their predictive distribution.
+    :param worth: for a member of a mixture, the log density of each datum, or of its
+        group, given the others; for the mixture, the effective number of members.
+    """
+
+    distribution: Distribution
+    worth: Array
+
+
 class Members(NamedTuple):
     """Values of hyperparameters, and Gaussians given each; members first.
 
@@ -181,7 +193,8 @@ def _law(answers: Distribution, log_weights: Array) -> Distribution:
     weights = jnp.exp(log_weights)
     # Of labels a mixture is of the same kind.
     if isinstance(answers, dist.BernoulliProbs):
-        return dist.Bernoulli(probs=jnp.tensordot(weights, answers.probs, 1))
+        each = _aligned(weights, answers.probs)
+        return dist.Bernoulli(probs=(each * answers.probs).sum(0))
     if isinstance(answers, dist.BernoulliLogits):
         yes, no = (
             _density(jax.nn.log_sigmoid(x), log_weights)
@@ -200,9 +213,17 @@ def _law(answers: Distribution, log_weights: Array) -> Distribution:
     )  # fmt: skip
 
 
+def _aligned(weights: Array, values: Array) -> Array:
+    """Return weights with the axes that values have after them.
+
+    :param weights: (members, ...).
+    :param values: (members, ..., ...).
+    """
+    return weights.reshape(*weights.shape, *[1] * (values.ndim - weights.ndim))
+
+
 def _density(answers: Array, log_weights: Array) -> Array:
-    each = log_weights.reshape(-1, *[1] * (answers.ndim - 1))
-    return jax.nn.logsumexp(each + answers, 0)
+    return jax.nn.logsumexp(_aligned(log_weights, answers) + answers, 0)
 
 
 def _draws(
@@ -218,6 +239,15 @@ def _draws(
     return draws[chosen, jnp.arange(num)], factorised.all()
 
 
+def _left_out(answers: WithoutData, log_weights: Array, **how: Any) -> WithoutData:
+    """Weigh the members by the posterior of the hyperparameters given the other data:
+    it is that given all data, divided by the density of what is left out."""
+    each = _aligned(log_weights, answers.worth) - answers.worth
+    each = jax.nn.log_softmax(each, 0)
+    size = 1 / jnp.exp(2 * each).sum(0)
+    return WithoutData(_law(answers.distribution, each), size)
+
+
 def _averages(answers: Array, log_weights: Array, **how: Any) -> Array:
     # Their weights are the caller's business: draws of the first member come first.
     return answers.reshape(-1, *answers.shape[2:])
@@ -225,5 +255,5 @@ def _averages(answers: Array, log_weights: Array, **how: Any) -> Array:
 
 _KINDS: dict[str, Callable[..., Any]] = {
     "f": _function_values, "joint": _joint, "y": _law, "log_prob": _density,
-    "draws": _draws, "average": _averages,
+    "draws": _draws, "average": _averages, "left_out": _left_out,
 }  # fmt: skip

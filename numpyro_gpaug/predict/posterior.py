@@ -37,7 +37,7 @@ from numpyro_gpaug.predict.arguments import FitArguments
 from numpyro_gpaug.predict.averages import Averages
 from numpyro_gpaug.predict.averaging import Of
 from numpyro_gpaug.predict.calls import Calls
-from numpyro_gpaug.predict.mixture import Fitted, FunctionValues
+from numpyro_gpaug.predict.mixture import Fitted, FunctionValues, WithoutData
 from numpyro_gpaug.predict.predictor import Predictor, is_traced, predictor_for
 from numpyro_gpaug.predict.question import Contrast, Question
 from numpyro_gpaug.predict.saved import SavedFit, read_fit, write_fit
@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     import pandas
 
 BATCH_SIZE = 1024
+# Of the points of a mixture, that count where data are left out.
+LEAST_MEMBERS = 5
 # Of an expectation by quadrature, in nats per datum.
 MOST_ERROR = 1e-3
 
@@ -542,34 +544,32 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         others, in closed form: its Gaussian factors are removed from the function
         values that it depends on. It is exact for Normal likelihoods and approximate
         for others; with several classes the log-density is too low rather than too
-        high. Hyperparameters stay fixed, and observations that depend on the same value
-        are left out together.
+        high. Hyperparameters stay fixed, or, after
+        :class:`~numpyro_gpaug.NestedVI`, follow their posterior without the
+        observation. Observations that depend on the same value are left out together.
 
         :param args: the model's arguments of the fit, observations included.
         :param site: the observed site, if the model has several.
         :param batch_size: rows per block.
         :param kwargs: the model's keyword arguments, where they differ from the fit's.
-        :raises NotConjugateError: if hyperparameters are integrated, and unless each
-            datum has one or two predictors of its own (no softmax of a joint Gaussian,
-            no latent for each row); :func:`diagnostics.loo
-            <numpyro_gpaug.diagnostics.loo>` accepts any fit.
+        :raises NotConjugateError: unless each datum has one or two predictors of its
+            own (no softmax of a joint Gaussian, no latent for each row);
+            :func:`diagnostics.loo <numpyro_gpaug.diagnostics.loo>` accepts any fit.
         :raises ValueError: for rows that were not in the fit.
 
         Reference: Vehtari, Mononen, Tolvanen, Sivula and Winther (2016), Bayesian
         leave-one-out cross-validation approximations for Gaussian latent variable
         models.
         """
-        if self.is_mixture:
+        if self.is_mixture and not self.structure.joint:
             raise NotConjugateError(
-                "leave_one_out needs point values of the hyperparameters. "
+                "leave_one_out needs point values of the hyperparameters, or NestedVI. "
                 "diagnostics.loo(diagnostics.to_datatree(...)) works for any fit"
             )
         observed = self._predictor.predicted(site)
         called = self._calls.joined(args, kwargs)
         found = self._calls.stream("left_out", called, observed.name, batch_size)
-        if not is_traced(called[0]):
-            _check_left_out(found, self.model, self.structure, called[0])
-        return found
+        return self._without(found, called[0])
 
     @_as_fitted
     def leave_out(
@@ -581,17 +581,19 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         with blocks of time it predicts gaps.
 
         It is exact for Normal likelihoods and approximate for others. Hyperparameters
-        stay fixed. The sum of ``log_prob`` is the score of a cross-validation that
-        leaves out one group at a time.
+        stay fixed, or, after :class:`~numpyro_gpaug.NestedVI`, follow their posterior
+        without the group: the weight of each point is divided by the density of the
+        group there. The sum of ``log_prob`` is the score of a cross-validation that
+        leaves out one group at a time; :func:`diagnostics.compare
+        <numpyro_gpaug.diagnostics.compare>` compares models by it.
 
         :param groups: the group of each observation, numbers or strings, of the shape
             of the observations.
         :param args: the model's arguments of the fit, observations included.
         :param site: the observed site, if the model has several.
         :param kwargs: the model's keyword arguments, where they differ from the fit's.
-        :raises NotConjugateError: if hyperparameters are integrated, for an
-            :class:`~numpyro_gpaug.AutoSparseGP`, and unless each datum has one or two
-            predictors of its own.
+        :raises NotConjugateError: for an :class:`~numpyro_gpaug.AutoSparseGP`, and
+            unless each datum has one or two predictors of its own.
         :raises ValueError: for rows that were not in the fit, labels of another number
             of observations, and more than 5,000 observations, whose covariance is one
             matrix.
@@ -599,10 +601,9 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         Reference: Liu and Rue (2022), Leave-group-out cross-validation for latent
         Gaussian models.
         """
-        if self.is_mixture or not self.structure.joint:
+        if not self.structure.joint:
             raise NotConjugateError(
-                "leave_out needs a fit of AutoLatentGaussian with point values of the "
-                "hyperparameters"
+                "leave_out needs a fit of AutoLatentGaussian or NestedVI"
             )
         observed = self._predictor.predicted(site)
         arguments, _ = self._calls.joined(args, kwargs)
@@ -615,8 +616,24 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
             )
         together = LeftOut.of(labels.ravel())
         found = self._calls.left_out(arguments, observed.name, together)
-        _check_left_out(found, self.model, self.structure, arguments)
-        return found
+        return self._without(found, arguments)
+
+    def _without(self, found: Any, arguments: Arguments) -> Distribution:
+        """Check predictions of data that were left out, and return their
+        distribution."""
+        if not is_traced(arguments):
+            _check_left_out(found, self.model, self.structure, arguments)
+        if not isinstance(found, WithoutData):
+            return found
+        if not is_traced(arguments) and found.worth.min() < LEAST_MEMBERS:
+            warnings.warn(
+                "without some of the observations the posterior of the hyperparameters "
+                f"is so different that {found.worth.min():.1f} of its "
+                f"{self._fitted.size} points count. Take more of them, "
+                "nested.posterior(num_points=512)",
+                stacklevel=4,
+            )
+        return found.distribution
 
     @_as_fitted
     def sample(

@@ -545,6 +545,7 @@ class Predictor:
         **how: Any,
     ) -> tuple[Ordered, Prepared]:
         shapes = []  # of data
+        mixture = fitted.members is not None
 
         def one(
             fitted: Fitted, prepared: Prepared | None, number: Any
@@ -565,6 +566,8 @@ class Predictor:
             answer, own = getattr(self._answers, what), how
             if what == "average":  # draws of each member are others
                 own = {**how, "key": random.fold_in(how["key"], number)}
+            if what == "left_out" and mixture:
+                own = {**how, "weighed": True}
             return Ordered(answer(view, fit, site, **own)), ready
 
         answer, ready = over_members(one, fitted, prepared)
