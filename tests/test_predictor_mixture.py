@@ -78,3 +78,26 @@ def test_moments_that_a_law_does_not_know(name: str) -> None:
     mixture = PredictorMixture(leaves, jnp.ones(3) / 3, treedef, (True,), (2,), ())
     with pytest.raises(NotImplementedError, match="no mean: compute .*draws"):
         getattr(mixture, name)
+
+
+def test_weights_that_differ_between_data() -> None:
+    loc, weights = (
+        jnp.arange(6.0).reshape(2, 3),
+        jnp.array([[0.2, 0.5, 1], [0.8, 0.5, 0]]),
+    )
+    leaves, treedef = jax.tree.flatten(dist.Normal(loc[0], 1.0))
+    varies = tuple(jnp.shape(x) == (3,) for x in leaves)
+    given = tuple(loc if v else x for x, v in zip(leaves, varies, strict=True))
+    mixture = PredictorMixture(given, weights, treedef, varies, (3,), ())
+    one = [
+        PredictorMixture(given, w, treedef, varies, (3,), ()) for w in weights.T
+    ]  # each datum with weights of its own
+    y = jnp.linspace(-1, 2, 12).reshape(4, 3)
+    for name in ("log_prob", "cdf"):
+        each = jnp.stack([getattr(m, name)(y)[:, i] for i, m in enumerate(one)], 1)
+        np.testing.assert_allclose(getattr(mixture, name)(y), each, rtol=1e-5)
+    for name in ("mean", "variance"):
+        each = jnp.stack([getattr(m, name)[i] for i, m in enumerate(one)])
+        np.testing.assert_allclose(getattr(mixture, name), each, rtol=1e-5)
+    draws = mixture.sample(jax.random.key(0), (4000,))
+    np.testing.assert_allclose(draws.mean(0), mixture.mean, atol=0.1)
