@@ -12,6 +12,7 @@ import pytest
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.errors import NotConjugateError
+from tests.conftest import slow
 
 GROUP = np.repeat(np.arange(6), [3, 1, 4, 2, 5, 3])
 RNG = np.random.default_rng(3)
@@ -131,7 +132,7 @@ def integrated(time, group, keep, y=None, *, likelihood):
 @pytest.mark.parametrize(
     ("likelihood", "y"),
     [
-        pytest.param(normal, VALUES, marks=pytest.mark.slow, id="normal"),
+        slow(normal, VALUES, id="normal"),
         pytest.param(poisson, COUNTS, id="counts"),
     ],
 )
