@@ -47,11 +47,7 @@ from numpyro_gpaug.errors import (
     UnknownLikelihoodError,
 )
 from numpyro_gpaug.gp import GaussianProcess, with_residual
-from numpyro_gpaug.guides import (
-    AutoFunctionSpaceGP,
-    AutoLatentGaussian,
-    AutoSparseGP,
-)
+from numpyro_gpaug.guides import AutoFunctionSpaceGP, AutoLatentGaussian, AutoSparseGP
 from numpyro_gpaug.infer import (
     ArrowRows,
     AugmentedGaussian,

@@ -20,8 +20,6 @@ import pytest
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.math import files
-from numpyro_gpaug.model import costs
-from numpyro_gpaug.predict.archive import Parts, migrated
 from tests import archives
 from tests.conftest import enable_x64, slow
 
@@ -390,18 +388,3 @@ def test_a_save_whose_file_is_removed_writes_it_again(tmp_path, monkeypatch) -> 
     assert removed
     assert files.read(tmp_path / "fit.npz").header == {"a": 1}
     assert list(tmp_path.iterdir()) == [tmp_path / "fit.npz"]
-
-
-@pytest.mark.parametrize("kind", ["dense", "groups", "chain"])
-def test_structures_of_earlier_files_are_read(kind, monkeypatch) -> None:
-    overhead = np.inf if kind == "dense" else -np.inf
-    monkeypatch.setattr(costs, "_OVERHEAD", overhead)
-    make, _ = archives.KINDS[kind]
-    now = Parts.of(make()._predictor.structure)
-    known = files.plain(now)
-    form, groupings, chains = (known.pop(k) for k in Parts._fields[5:8])
-    first, *others = groupings or [None]
-    arrow = {"groups": first, "others": others} if groupings else None
-    before = {**known, "arrow": arrow, "chains": chains}
-    assert form == kind
-    assert files.typed(migrated(before), Parts, "header") == now

@@ -638,7 +638,7 @@ def test_sizes_from_arguments_and_masks_are_explained():
         with numpyro.plate("data", N):
             numpyro.sample("y", dist.Poisson(jnp.exp(b[group])), obs=y)
 
-    with pytest.raises(TypeError, match="Pass sizes as plain numbers"):
+    with pytest.raises(TypeError, match="pass sizes as plain numbers"):
         structure_of(sized, GROUP, COUNTS)
 
     def masked(t, y=None):

@@ -21,7 +21,6 @@ from numpyro_gpaug.diagnostics._prior import log_priors, prior_sampler, top_leve
 from numpyro_gpaug.diagnostics._run import replicate, run, scaled
 from numpyro_gpaug.gaussians.base import selected as _selected
 from numpyro_gpaug.gp.conditional import Conditional
-from numpyro_gpaug.guides.sparse_gp import AutoSparseGP
 from numpyro_gpaug.likelihoods.expectations import (
     Route,
     base_distribution,
@@ -33,9 +32,9 @@ from numpyro_gpaug.likelihoods.expectations import (
 from numpyro_gpaug.math.compiling import jit
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.closures import watched
-from numpyro_gpaug.model.inspect import inspect_model, structure_at
+from numpyro_gpaug.model.expectation import of_site
+from numpyro_gpaug.model.inspect import inspect_model
 from numpyro_gpaug.model.latents import Structure
-from numpyro_gpaug.model.predictors import of_site
 from numpyro_gpaug.model.structure import Observed, remembered
 from numpyro_gpaug.model.view import NUM_NODES, ModelView
 
@@ -183,11 +182,7 @@ def programs_for(
 
     def made() -> Programs:
         whole: Any = whole_plates(model)
-        if isinstance(guide, AutoSparseGP):
-            structure = guide.setup(*args, **kwargs).structure
-        else:
-            structure = inspect_model(whole, *args, **kwargs)
-        structure = structure_at(whole, structure, arguments)
+        structure = inspect_model(whole, *args, **kwargs)
         return Programs(whole, guide, structure, arguments)
 
     key = model, guide, arguments.shapes, watched(model).version()

@@ -291,11 +291,7 @@ class GMRF(dist.Distribution):
     pytree_aux_fields = ("pattern",)
 
     def __init__(
-        self,
-        loc: ArrayLike,
-        precision: Any,
-        *,
-        validate_args: bool | None = None,
+        self, loc: ArrayLike, precision: Any, *, validate_args: bool | None = None
     ) -> None:
         terms = precision if isinstance(precision, list | tuple) else [(1.0, precision)]
         if isinstance(precision, BCOO):

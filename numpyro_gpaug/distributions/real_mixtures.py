@@ -19,11 +19,7 @@ from numpyro.util import is_prng_key
 from numpyro_gpaug.distributions._elementwise import Elementwise, parameter
 from numpyro_gpaug.distributions.mixtures import bisected_icdf
 from numpyro_gpaug.math.blocks import by_elements
-from numpyro_gpaug.math.quadrature import (
-    gaussian_nodes,
-    log_gamma_nodes,
-    peaked_nodes,
-)
+from numpyro_gpaug.math.quadrature import gaussian_nodes, log_gamma_nodes, peaked_nodes
 
 # The largest number of nodes for a scalar, in either precision.
 _NODES = 112

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -23,6 +22,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
 from numpyro_gpaug.gaussians.base import GaussianFactors, Marginals, gaussian_factors
 from numpyro_gpaug.gaussians.dense import AffineMap, Moments, NaturalGaussian
+from numpyro_gpaug.math.arrays import STATIC
 from numpyro_gpaug.math.blocks import (
     cut_rows,
     kept_blocks,
@@ -33,11 +33,7 @@ from numpyro_gpaug.math.blocks import (
 from numpyro_gpaug.math.sharding import latents_apart
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("rows", "constants", "kept", "latents"),
-    meta_fields=("program", "number"),
-)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class AffineBlocks:
     """An :class:`~numpyro_gpaug.gaussians.dense.AffineMap` in blocks of rows. Each use,
@@ -55,8 +51,8 @@ class AffineBlocks:
     constants: list[Array]
     kept: AffineMap | None
     latents: Array | None
-    program: Jaxpr
-    number: int
+    program: Jaxpr = field(metadata=STATIC)
+    number: int = field(metadata=STATIC)
 
     def keep(self) -> AffineBlocks:
         """Return the same map, computed once."""

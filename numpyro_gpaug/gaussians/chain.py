@@ -33,7 +33,7 @@ recurrences in blocks are a variant.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -53,6 +53,7 @@ from numpyro_gpaug.gaussians.groups import (
 )
 from numpyro_gpaug.gaussians.rows import Rows, shifts
 from numpyro_gpaug.math import linalg, small
+from numpyro_gpaug.math.arrays import STATIC
 from numpyro_gpaug.math.blocks import cut_rows, over_blocks, rows_of_blocks
 from numpyro_gpaug.math.recurrences import (
     congruent,
@@ -421,10 +422,7 @@ class ChainNatural(NamedTuple):
         return jnp.concatenate([self.links, border], -1)
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("loc", "links"), meta_fields=("structure",),
-)  # fmt: skip
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ChainPrior:
     """Numbers along chains: each is a link times the number before it plus a standard
@@ -438,7 +436,7 @@ class ChainPrior:
 
     loc: Array
     links: Array
-    structure: Chain
+    structure: Chain = field(metadata=STATIC)
 
     @property
     def log_det(self) -> Any:

@@ -27,7 +27,7 @@ models using lme4, section 3, which describes this factorisation.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -39,6 +39,7 @@ from jax import Array, lax
 from numpyro_gpaug.gaussians.base import Layout, Structure
 from numpyro_gpaug.gaussians.rows import RowMap, Rows, shifts
 from numpyro_gpaug.math import linalg, small
+from numpyro_gpaug.math.arrays import STATIC
 from numpyro_gpaug.math.blocks import cut_rows, rows_of_blocks, summed_blocks
 from numpyro_gpaug.math.sharding import shards
 
@@ -246,9 +247,7 @@ class GroupNatural(NamedTuple):
         return GroupMoments(self.potential, self.groups, self.border, self.corner)
 
 
-@partial(
-    jax.tree_util.register_dataclass, data_fields=("loc",), meta_fields=("structure",)
-)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class GroupPrior:
     """The prior of independent standard normal latents.
@@ -258,7 +257,7 @@ class GroupPrior:
     """
 
     loc: Array
-    structure: Groups
+    structure: Groups = field(metadata=STATIC)
 
     log_det: ClassVar[float] = 0.0
 

@@ -5,7 +5,7 @@ them may depend on."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, Self
 
@@ -19,6 +19,7 @@ from numpyro_gpaug.gaussians.base import (
     Marginals,
     gaussian_factors,
 )
+from numpyro_gpaug.math.arrays import STATIC
 from numpyro_gpaug.math.blocks import cut_rows, over_blocks
 from numpyro_gpaug.math.ordering import Order
 from numpyro_gpaug.math.sharding import shards
@@ -55,10 +56,7 @@ def shifts(rows: Rows, layout: Layout, z: Array) -> Array:
     return moved + (value * others[width:][place]).sum(-1)
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("offset", "rows", "residual", "order"), meta_fields=("structure",),
-)  # fmt: skip
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RowMap:
     """Predictors ``offset + A' z`` (plus a residual), A' of :class:`Rows`.
@@ -80,7 +78,7 @@ class RowMap:
     offset: Array
     rows: Rows
     residual: Array
-    structure: Any
+    structure: Any = field(metadata=STATIC)
     order: Order | None = None
 
     def in_order(self) -> Self:

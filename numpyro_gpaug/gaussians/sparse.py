@@ -25,8 +25,8 @@ random field models, section 2.1, on constraints.
 from __future__ import annotations
 
 from base64 import b64decode, b64encode
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from itertools import combinations
 from typing import Any, ClassVar, NamedTuple
 
@@ -38,6 +38,7 @@ from jax import Array
 from numpyro_gpaug.gaussians.base import Layout, Structure
 from numpyro_gpaug.gaussians.rows import RowMap, Rows
 from numpyro_gpaug.math import linalg, sparse_cholesky
+from numpyro_gpaug.math.arrays import STATIC
 from numpyro_gpaug.math.sparse_pattern import Pattern
 
 # The multiple of the mean diagonal entry that is added to the diagonal of a singular
@@ -299,10 +300,7 @@ def _moments_of(structure: Sparse, dtype: Any) -> Any:
     return jax.eval_shape(lambda: structure.standard(dtype).moments())
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("loc", "entries", "log_det"), meta_fields=("structure",),
-)  # fmt: skip
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class NodePrior:
     """The prior of nodes with a sparse precision Q, and of standard normal numbers.
@@ -317,7 +315,7 @@ class NodePrior:
     loc: Array
     entries: Array
     log_det: Array
-    structure: Sparse
+    structure: Sparse = field(metadata=STATIC)
 
     @property
     def natural(self) -> SparseNatural:
@@ -382,10 +380,7 @@ class NodePrior:
         return (self.terms(z[0]).sum() + 0.5 * (self.log_det - constant))[None]
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("known",), meta_fields=("structure", "places"),
-)  # fmt: skip
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Extended:
     """Moments of latents some of which are those of a known Gaussian; all others are
@@ -398,8 +393,8 @@ class Extended:
     """
 
     known: Any
-    structure: Sparse
-    places: bytes
+    structure: Sparse = field(metadata=STATIC)
+    places: bytes = field(metadata=STATIC)
 
     @property
     def rank(self) -> int:

@@ -17,13 +17,7 @@ from numpyro_gpaug._numpyro import current_residual_policy
 from numpyro_gpaug.gaussians.blocks import AffineBlocks, affine_blocks
 from numpyro_gpaug.gaussians.dense import AffineMap, unshared
 from numpyro_gpaug.gp.outputs import Outputs
-from numpyro_gpaug.gp.projection import (
-    Projected,
-    Whitener,
-    latent_first,
-    lead,
-    project,
-)
+from numpyro_gpaug.gp.projection import Projected, Whitener, latent_first, lead, project
 from numpyro_gpaug.math.blocks import rows_of_blocks
 from numpyro_gpaug.math.linalg import precise, safe_sqrt
 

@@ -3,20 +3,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from numpyro_gpaug.math.arrays import STATIC
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("loadings", "bias", "latents"),
-    meta_fields=("num_latents", "size"),
-)
+
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Outputs:
     """Function values ``f = h Phi' + b`` of latents ``h``; without loadings, ``f = h``.
@@ -33,8 +30,8 @@ class Outputs:
     loadings: Array | None
     bias: Array | None
     latents: Array | None
-    num_latents: int | None
-    size: int
+    num_latents: int | None = field(metadata=STATIC)
+    size: int = field(metadata=STATIC)
 
     @property
     def selected(self) -> Array | None:

@@ -253,10 +253,7 @@ class GaussianProcess(Displayed):
 
     def _display(self) -> tuple[str, Rows]:
         mean = name_of(self.mean) if callable(self.mean) else brief(self.mean)
-        rows = [
-            ("kernel", repr(self.kernel)),
-            ("mean", mean),
-        ]
+        rows = [("kernel", repr(self.kernel)), ("mean", mean)]
         if self.markov:
             rows.append(("states", "a chain along the input"))
         else:

@@ -19,7 +19,6 @@ from numpyro_gpaug._display import Displayed, Rows
 from numpyro_gpaug._fork import refuse_forked
 from numpyro_gpaug._numpyro import PointGuide
 from numpyro_gpaug.gaussians.dense import Moments
-from numpyro_gpaug.guides.function_posterior import FunctionPosterior
 from numpyro_gpaug.math.compiling import ahead, once
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.closures import Version, watched
@@ -54,7 +53,9 @@ class ProcessGuide(Displayed):
     :param other: class of the autoguide for all other latents.
     """
 
-    function_posterior: FunctionPosterior
+    #: Function values under a fit; see
+    #: :class:`~numpyro_gpaug.guides.function_posterior.InducingPosterior`.
+    function_posterior: Any
     #: The class of this guide's views of the model. A view has the Gaussian latents,
     #: their affine maps to predictors, and the likelihoods.
     view: ClassVar[Any] = ModelView
@@ -177,7 +178,7 @@ class ProcessGuide(Displayed):
         :return: the guide.
         """
         if not self.is_set_up():
-            self._structure = self._inspect(*args, **kwargs)
+            self._structure = self.read(self.model, *args, **kwargs)
             arguments = Arguments.split(args, kwargs)
             self._choices = arguments.choices
             self._sizes = {arguments.shapes: self._structure}
@@ -311,9 +312,6 @@ class ProcessGuide(Displayed):
         :param kwargs: its keyword arguments.
         """
         return inspect_model(model, *args, **kwargs)
-
-    def _inspect(self, *args: Any, **kwargs: Any) -> Structure:
-        return self.read(self.model, *args, **kwargs)
 
     def _build_other(self) -> AutoGuide:
         # An autoguide compiles its model and the gradient, and needs only its own
@@ -471,24 +469,17 @@ class ConjugateGuide(ProcessGuide):
     def own_params(self) -> tuple[str, ...]:
         return tuple(n for b in self.structure.blocks for n in self.param_names(b))
 
-    def initial_natural(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Return initial natural parameters of every block, latent axis first.
-
-        :param given: values to start from instead, by param name.
-        """
-        raise NotImplementedError
-
     def start_at(
-        self, natural: dict[str, Any], given: dict[str, Any], view: Any
+        self, given: dict[str, Any], trace: Trace, view: Any
     ) -> dict[str, Any]:
-        """Return natural parameters at the start of a fit; the default are those of
-        :meth:`initial_natural`.
+        """Return natural parameters of every block at the start of a fit, latent axis
+        first.
 
-        :param natural: from :meth:`initial_natural`.
         :param given: values to start from instead, by param name.
+        :param trace: the model at initial params and function values of zero.
         :param view: the model at initial params.
         """
-        return natural
+        raise NotImplementedError
 
     def natural_params(self, natural: dict[str, Any]) -> dict[str, Array]:
         """Return natural parameters as params by name.

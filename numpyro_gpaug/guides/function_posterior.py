@@ -9,7 +9,7 @@ Gaussian on inducing values; a guide with another parametrisation brings its own
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -47,6 +47,12 @@ class GaussianMeasure(NamedTuple):
 
     mean: Callable[[Array], Array]
     kernel: Callable[..., Array]
+
+    def marginals(self, f: Conditional) -> Marginals:
+        """Return marginals at the inputs at which a model calls a process."""
+        mean = f.select(self.mean(f.X))
+        variance = f.select(self.kernel(f.X))
+        return Marginals(mean, jnp.broadcast_to(variance, mean.shape))
 
 
 def prior_measure(gp: GaussianProcess) -> GaussianMeasure:
@@ -94,27 +100,12 @@ class SparseKernel:
         return project(self._gp, self._inducing, X)
 
 
-class FunctionPosterior(Protocol):
-    """The interface of a guide to predictions and losses; see
-    :class:`InducingPosterior`."""
-
-    def factors(self, view: ModelView) -> dict[str, Any]:
-        """Return everything that can be computed once for all inputs, by block name."""
-        ...
-
-    def marginals(self, view: ModelView, fit: Fit) -> dict[str, Marginals]:
-        """Return marginals of the affine map of every block, by block name."""
-        ...
-
-    def measure(
-        self, conditional: Conditional, fit: Fit, block: Block
-    ) -> GaussianMeasure:
-        """Return the fitted measure of a process, from its prior."""
-        ...
-
-
 class InducingPosterior:
-    """Function values under a Gaussian on the inducing values."""
+    """Function values under a Gaussian on the inducing values.
+
+    Predictions and losses need :meth:`factors`, which can be computed once for all
+    inputs, :meth:`marginals` of the affine map of every block, and :meth:`measure`.
+    """
 
     def factors(self, view: ModelView) -> dict[str, Any]:
         """Return inverse Cholesky factors of the inducing matrices, by block name."""
@@ -123,10 +114,6 @@ class InducingPosterior:
     def marginals(self, view: ModelView, fit: Fit) -> dict[str, Marginals]:
         """:class:`~numpyro_gpaug.gaussians.dense.Marginals` by block name."""
         return block_marginals(view, view.maps(fit.factors), fit.moments)
-
-    def weight_marginals(self, view: ModelView, fit: Fit) -> dict[str, Marginals]:
-        """Return marginals of weight vectors alone."""
-        return block_marginals(view, view.weight_maps(), fit.moments)
 
     def divergence(self, view: ModelView, fit: Fit, block: Block) -> Array:
         """Return the KL divergence of a block from its prior."""

@@ -15,7 +15,6 @@ from jax import Array, random
 from numpyro import handlers
 from numpyro.infer.autoguide import AutoDelta
 
-from numpyro_gpaug.gaussians.base import Marginals
 from numpyro_gpaug.gaussians.dense import Moments
 from numpyro_gpaug.gp.conditional import Conditional, FunctionDraw
 from numpyro_gpaug.gp.kernels import as_kernel
@@ -106,15 +105,15 @@ class AutoFunctionSpaceGP(ProcessGuide):
             mean, kernel
         )
 
-    def _inspect(self, *args: Any, **kwargs: Any) -> Structure:
-        structure = super()._inspect(*args, **kwargs)
-        processes = tuple(b for b in structure.blocks if b.is_process)
+    def read(self, model: Callable[..., Any], *args: Any, **kwargs: Any) -> Structure:
+        structure = super().read(model, *args, **kwargs)
+        processes = structure.processes
         if len(processes) != 1:
             raise ValueError(
                 "AutoFunctionSpaceGP is for a model with one GaussianProcess (several "
                 f"outputs: num_latents=C); this one has {[b.name for b in processes]}"
             )
-        weights = tuple(b.site for b in structure.blocks if not b.is_process)
+        weights = tuple(b.site for b in structure.weights)
         return replace(structure, blocks=processes, others=structure.others + weights)
 
     @precise
@@ -200,10 +199,7 @@ class FunctionSpacePosterior:
         """:class:`~numpyro_gpaug.gaussians.dense.Marginals` by block name."""
         (block,) = view.structure.blocks
         f = view.conditional(block)
-        measure = self.measure(f, fit, block)
-        mean = f.select(measure.mean(f.X))
-        variance = f.select(measure.kernel(f.X))
-        return {block.name: Marginals(mean, jnp.broadcast_to(variance, mean.shape))}
+        return {block.name: self.measure(f, fit, block).marginals(f)}
 
     def measure(
         self, conditional: Conditional, fit: Fit, block: Block
@@ -217,7 +213,7 @@ class FunctionSpacePosterior:
 
         if self._kernel is None:
             tril = jnp.tril(values[_tril_name(block)])
-            whitener = lead(jnp.swapaxes(tril, -1, -2), 2)
+            whitener = lead(tril.mT, 2)
             return GaussianMeasure(
                 mean, SparseKernel(gp, whitener_of(gp, fit, block), whitener)
             )

@@ -34,7 +34,7 @@ from numpyro_gpaug.model.gaussians import field
 from numpyro_gpaug.model.inspect_joint import inspect_joint
 from numpyro_gpaug.model.joint import JointView
 from numpyro_gpaug.model.latents import JOINT, Grouping, Structure
-from numpyro_gpaug.model.structure import Block, any_key, remembered
+from numpyro_gpaug.model.structure import Block, Trace, any_key, remembered
 from numpyro_gpaug.model.whitened import whitened
 
 _DENSE = f"{JOINT}_auto_loc", f"{JOINT}_auto_tril"
@@ -186,39 +186,25 @@ class AutoLatentGaussian(ConjugateGuide):
     def seen(self, view: Any) -> Codes:
         return Codes.of(view)
 
-    def initial_natural(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Return the given natural parameters, filled up with those of the prior;
-        nothing if none are given, because :meth:`start_at` has better ones.
-
-        :param given: values by param name.
-        """
-        if set(self.own_params()).isdisjoint(given):
-            return {}
-        leaves, treedef = jax.tree.flatten(self._prior)
-        named = zip(self.own_params(), leaves, strict=True)
-        values = [given.get(name, x[0])[None].astype(x.dtype) for name, x in named]
-        return {JOINT: jax.tree.unflatten(treedef, values)}
-
     @property
     def _prior(self) -> Any:
         structure = self.structure
         return structure.form.standard(structure.dtype)
 
     def start_at(
-        self, natural: dict[str, Any], given: dict[str, Any], view: Any
+        self, given: dict[str, Any], trace: Trace, view: Any
     ) -> dict[str, Any]:
         """Return natural parameters at the start of a fit: the posterior after
         observing every predictor at its prior mean with variance one. Under a wide
         prior, the expectation of a likelihood may not be finite: ``exp(f)`` overflows
         at a standard deviation of 14. Gaussian data start at the prior, because one
-        step from any start is enough for them.
-
-        :param natural: from :meth:`initial_natural`.
-        :param given: values to start from instead, by param name.
-        :param view: the model at initial params.
-        """
-        if natural:
-            return natural
+        step from any start is enough for them. Given natural parameters are filled up
+        with those of the prior."""
+        if not given.keys().isdisjoint(self.own_params()):
+            leaves, treedef = jax.tree.flatten(self._prior)
+            named = zip(self.own_params(), leaves, strict=True)
+            values = [given.get(k, x[0])[None].astype(x.dtype) for k, x in named]
+            return {JOINT: jax.tree.unflatten(treedef, values)}
         prior, structure = view.priors()[JOINT].natural, view.structure
         compared = not (structure.subsampled or self.random_others)
         if compared and view.expected("exact").quadratic:
@@ -247,10 +233,7 @@ class AutoLatentGaussian(ConjugateGuide):
         own = {k: x for k, x in params.items() if k in names}
         return {k: x for k, x in params.items() if k not in own}, {JOINT: own}
 
-    def moments(
-        self,
-        own: Mapping[str, dict[str, Array] | Moments],
-    ) -> dict[str, Any]:
+    def moments(self, own: Mapping[str, dict[str, Array] | Moments]) -> dict[str, Any]:
         given = own[JOINT]
         if not isinstance(given, dict):
             return {JOINT: given}

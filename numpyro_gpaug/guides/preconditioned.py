@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_gpaug.gaussians.base import Marginals
 from numpyro_gpaug.gaussians.dense import NaturalGaussian
 from numpyro_gpaug.gp.conditional import Conditional
 from numpyro_gpaug.gp.process import GaussianProcess
@@ -30,6 +29,7 @@ from numpyro_gpaug.guides.function_posterior import (
     Fit,
     GaussianMeasure,
     InducingPosterior,
+    block_marginals,
     prior_measure,
 )
 from numpyro_gpaug.math.linalg import diagonal, inverse_cholesky
@@ -70,7 +70,7 @@ class Preconditioned(NamedTuple):
         scaled = factor / root[..., None]
         eye = jnp.eye(factor.shape[-1], dtype=factor.dtype)
         potential = jnp.einsum("...nm,...n->...m", scaled, self.targets / root)
-        return NaturalGaussian(potential, eye + _transposed(scaled) @ scaled)
+        return NaturalGaussian(potential, eye + scaled.mT @ scaled)
 
 
 def preconditioned_names(block: Block) -> tuple[str, str]:
@@ -86,21 +86,14 @@ class PreconditionedPosterior(InducingPosterior):
         """Return inverse Cholesky factors of ``K + Sigma``, by block name."""
         return {
             b.name: _inverse_factor(view.conditional(b).gp, b, view.values)
-            for b in view.structure.blocks
-            if b.is_process
+            for b in view.structure.processes
         }
 
     def marginals(self, view: ModelView, fit: Fit) -> dict[str, Any]:
-        found = super().weight_marginals(view, fit)
-        for block in view.structure.blocks:
-            if block.is_process:
-                f = view.conditional(block)
-                measure = self.measure(f, fit, block)
-                mean = f.select(measure.mean(f.X))
-                variance = f.select(measure.kernel(f.X))
-                found[block.name] = Marginals(
-                    mean, jnp.broadcast_to(variance, mean.shape)
-                )
+        found = block_marginals(view, view.weight_maps(), fit.moments)
+        for block in view.structure.processes:
+            f = view.conditional(block)
+            found[block.name] = self.measure(f, fit, block).marginals(f)
         return found
 
     def divergence(self, view: ModelView, fit: Fit, block: Block) -> Array:
@@ -136,11 +129,11 @@ class PreconditionedPosterior(InducingPosterior):
             return prior.mean(X) + jnp.einsum("...nm,...m->...n", cross(X), weights)
 
         def kernel(X: Array, *Z: Array) -> Array:
-            A = inverse @ _transposed(cross(X))
+            A = inverse @ cross(X).mT
             if not Z:
                 return residual_variance(prior.kernel(X), A)
-            B = A if Z[0] is X else inverse @ _transposed(cross(*Z))
-            return prior.kernel(X, *Z) - _transposed(A) @ B
+            B = A if Z[0] is X else inverse @ cross(*Z).mT
+            return prior.kernel(X, *Z) - A.mT @ B
 
         return GaussianMeasure(mean, kernel)
 
@@ -155,7 +148,3 @@ def _inverse_factor(gp: GaussianProcess, block: Block, values: dict[str, Any]) -
     noise = Preconditioned.of(block, values).noise
     eye = jnp.eye(noise.shape[-1], dtype=noise.dtype)
     return inverse_cholesky(gram + noise[..., None] * eye)
-
-
-def _transposed(matrix: Array) -> Array:
-    return jnp.swapaxes(matrix, -1, -2)

@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache
 from typing import Any, ClassVar, NoReturn
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from jax import Array
@@ -19,7 +18,7 @@ from numpyro.infer.autoguide import AutoDelta
 
 from numpyro_gpaug.distributions.gaussian import BlockGaussian
 from numpyro_gpaug.errors import NotConjugateError
-from numpyro_gpaug.gaussians.dense import Moments, NaturalGaussian
+from numpyro_gpaug.gaussians.dense import Moments, NaturalGaussian, Prior
 from numpyro_gpaug.guides.base import ConjugateGuide
 from numpyro_gpaug.guides.function_posterior import InducingPosterior
 from numpyro_gpaug.guides.preconditioned import (
@@ -27,20 +26,18 @@ from numpyro_gpaug.guides.preconditioned import (
     PreconditionedPosterior,
     preconditioned_names,
 )
-from numpyro_gpaug.likelihoods.expectations import base_distribution
-from numpyro_gpaug.math.compiling import ahead
 from numpyro_gpaug.math.linalg import precise
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.inspect_joint import warn_of_points
-from numpyro_gpaug.model.jaxpr import dependence_on_arrays
 from numpyro_gpaug.model.latents import Structure
 from numpyro_gpaug.model.structure import (
     Block,
+    Trace,
     conditional_of,
     flat_functions,
-    remembered,
     run_model,
 )
+from numpyro_gpaug.model.view import prior_of
 
 
 class AutoSparseGP(ConjugateGuide):
@@ -91,79 +88,36 @@ class AutoSparseGP(ConjugateGuide):
         "natural": InducingPosterior, "dense": InducingPosterior,
         "diagonal": InducingPosterior, "preconditioned": PreconditionedPosterior,
     }  # fmt: skip
-    _starts: dict[str, tuple[np.ndarray, np.ndarray]]
 
-    def _inspect(self, *args: Any, **kwargs: Any) -> Structure:
-        structure = super()._inspect(*args, **kwargs)
-        arguments = Arguments.split(args, kwargs)
+    def read(self, model: Callable[..., Any], *args: Any, **kwargs: Any) -> Structure:
+        structure = super().read(model, *args, **kwargs)
         if self._other_class is AutoDelta:
-            warn_of_points(self.model, structure, args, kwargs)
-        # Programs that compute initial values, by shapes of arguments.
-        self._scales: dict[Any, Callable[..., Any]] = {}
-        self._start_at(structure, arguments)
+            warn_of_points(model, structure, args, kwargs)
         return structure
 
-    def prepare(self, arguments: Arguments) -> bool:
-        known = super().prepare(arguments)
-        if known and (self._starts_move or arguments.static != self._static):
-            self._start_at(self.structure, arguments)
-        return known
-
-    def _start_at(self, structure: Structure, arguments: Arguments) -> None:
-        """Return the start of the blocks at these arguments."""
-        self._static, self._starts_move = arguments.static, False
-        if not structure.weights:
-            self._starts = {}
-            return
-        scales = partial(_prior_scales, self.model, structure, arguments.static)
-        arrays = arguments.arrays
-        found = dependence_on_arrays(scales, arrays)
-        self._starts_move = any(leaf.state for leaf in jax.tree.leaves(found))
-        program = remembered(
-            self._scales, arguments.shapes, lambda: ahead(scales, arrays)
-        )
-        starts = program(arrays)
-        traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(starts))
-        self._starts = starts if traced else jax.tree.map(np.asarray, starts)
-
-    def start(self, block: Block) -> tuple[np.ndarray, np.ndarray]:
-        """Return initial mean and standard deviations of a block, from its prior.
-
-        :param block: one of ``structure.blocks``.
-        """
-        zeros = np.zeros(block.shape, block.dtype)
-        return self._starts.get(block.name, (zeros, zeros + 1))
-
-    def start_natural(self, block: Block) -> NaturalGaussian:
-        """Return :meth:`start` as natural parameters.
-
-        :param block: one of ``structure.blocks``.
-        """
-        eye = np.eye(block.shape[-1], dtype=block.dtype)
-        loc, scale = self.start(block)
-        precision = 1 / (scale * scale)
-        if block.name not in self._starts:
-            whole = np.broadcast_to(eye, (*block.shape, block.shape[-1]))
-            return NaturalGaussian(loc, whole)  # type: ignore[arg-type]
-        return NaturalGaussian(loc * precision, precision[..., None] * eye)
-
-    def initial_natural(self, given: dict[str, Any]) -> dict[str, NaturalGaussian]:
-        """Return initial natural parameters of every block, latent axis first: its
-        prior, computed in NumPy, because JAX would compile a program for it.
-
-        :param given: values to start from instead, by param name.
-        """
+    def start_at(
+        self, given: dict[str, Any], trace: Trace, view: Any
+    ) -> dict[str, Any]:
+        """Return the given natural parameters of every block, filled up with those of
+        its prior."""
 
         def start(block: Block) -> NaturalGaussian:
-            named = zip(natural_names(block), self.start_natural(block), strict=True)
-            potential, precision = (given.get(name, prior) for name, prior in named)
-            size = block.shape[-1]
-            return NaturalGaussian(
-                potential.reshape(-1, size).astype(block.dtype),
-                precision.reshape(-1, size, size).astype(block.dtype),
+            prior = self._first(block, lambda: trace).natural
+            named = zip(natural_names(block), prior, strict=True)
+            values = (
+                given.get(k, x).reshape(x.shape).astype(x.dtype) for k, x in named
             )
+            return NaturalGaussian(*values)
 
         return {block.name: start(block) for block in self.structure.blocks}
+
+    def _first(self, block: Block, trace: Callable[[], Trace]) -> Prior:
+        """Return the Gaussian at which a block starts. At zero, the gradient of a
+        symmetric likelihood may vanish.
+
+        :param trace: returns a trace of the model.
+        """
+        return standard(block) if block.is_process else prior_of(block, trace())
 
     @precise
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
@@ -174,6 +128,13 @@ class AutoSparseGP(ConjugateGuide):
         self.begin(*args, **kwargs)
         values = self.draw_others(*args, **kwargs)
         factors = self._inducing_factors(values, args, kwargs)
+        arguments, flat = Arguments.split(args, kwargs), flat_functions(self.model)
+        filled = {**self.structure.zeros, **values}
+
+        @cache
+        def trace() -> Trace:
+            return run_model(flat, arguments, jax.random.key(0), filled)
+
         for block in self.structure.blocks:
             if block.name in factors:
                 natural = self._preconditioned(block).whitened(factors[block.name])
@@ -182,7 +143,7 @@ class AutoSparseGP(ConjugateGuide):
                 ))  # fmt: skip
                 fn = BlockGaussian.from_natural(shaped)
             else:
-                fn = self._gaussian(block)
+                fn = self._gaussian(block, trace)
             values[block.site] = numpyro.sample(block.site, fn)
         return values
 
@@ -236,6 +197,23 @@ class AutoSparseGP(ConjugateGuide):
             return with_latent_axis(natural.moments())
         return with_latent_axis(moments_of(self.gaussian(block, params)))
 
+    def inducing_gaussians(
+        self, params: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Moments]]:
+        """Return the other params of a fit, and moments of its Gaussians by block.
+
+        :param params: params of the fit.
+        :raises ValueError: with ``covariance="preconditioned"``, where the Gaussians
+            depend on kernel matrices.
+        """
+        if self.covariance == "preconditioned":
+            raise ValueError(
+                'a fit with covariance="preconditioned" cannot be used here. '
+                "EllipticalSlice(model) finds a Gaussian itself"
+            )
+        values, own = self.split_params(params)
+        return values, self.moments(own)
+
     def param_names(self, block: Block) -> tuple[str, str]:
         if self.covariance == "natural":
             return natural_names(block)
@@ -258,7 +236,8 @@ class AutoSparseGP(ConjugateGuide):
                 "kernel matrix. Use Posterior.from_guide(model, guide, params, X, "
                 "y, ...)"
             )
-        with handlers.block(), handlers.substitute(data=params):
+        given = {name: params[name] for name in self.param_names(block)}
+        with handlers.block(), handlers.substitute(data=given):
             return self._gaussian(block)
 
     def _preconditioned(self, block: Block) -> Preconditioned:
@@ -270,23 +249,35 @@ class AutoSparseGP(ConjugateGuide):
         }
         return Preconditioned.of(block, values)
 
-    def _gaussian(self, block: Block) -> dist.Distribution:
+    def _gaussian(
+        self, block: Block, trace: Callable[[], Trace] | None = None
+    ) -> dist.Distribution:
+        """Return the distribution of a block at its params.
+
+        :param trace: returns a trace of the model, from which params start that have no
+            value yet.
+        """
+
+        def param(place: int, start: Callable[[Prior], Array], constraint: Any) -> Any:
+            def first(key: Array) -> Array:
+                assert trace is not None
+                value = start(self._first(block, trace))
+                return value.reshape(block.shape + value.shape[2:])
+
+            name = self.param_names(block)[place]
+            return numpyro.param(name, first, constraint=constraint)
+
+        real, positive = constraints.real, constraints.positive
         if self.covariance == "natural":
-            names = self.param_names(block)
-            initial = self.start_natural(block)
-            params = [
-                numpyro.param(n, x, constraint=NATURAL)
-                for n, x in zip(names, initial, strict=True)
-            ]
-            return BlockGaussian.from_natural(NaturalGaussian(*params))
-        loc_name, spread_name = self.param_names(block)
-        start, spread = self.start(block)
-        loc = numpyro.param(loc_name, start)
+            potential = param(0, lambda prior: prior.natural.potential, NATURAL)
+            precision = param(1, lambda prior: prior.natural.precision, NATURAL)
+            return BlockGaussian.from_natural(NaturalGaussian(potential, precision))
+        loc = param(0, lambda prior: prior.loc, real)
         if self.covariance != "diagonal":
             eye = jnp.eye(block.shape[-1], dtype=block.dtype)
-            factor = numpyro.param(spread_name, spread[..., None] * eye)
+            factor = param(1, lambda prior: prior.scale[..., None] * eye, real)
             return BlockGaussian(loc, jnp.tril(factor))
-        scale = numpyro.param(spread_name, spread, constraint=constraints.positive)
+        scale = param(1, lambda prior: prior.scale, positive)
         return dist.Normal(loc, scale).to_event(len(block.shape))
 
     def _title(self) -> str:
@@ -323,22 +314,10 @@ def natural_names(block: Block) -> tuple[str, str]:
     return f"{block.site}_auto_potential", f"{block.site}_auto_precision"
 
 
-def _prior_scales(
-    model: Callable[..., Any], structure: Structure, static: Any, arrays: Any
-) -> dict[str, tuple[Array, Array]]:
-    """Return initial means and standard deviations of plain Gaussian weights, from
-    their priors: at zero, the gradient of a symmetric likelihood may vanish."""
-    here, key = Arguments(arrays, static), jax.random.key(0)
-    trace = run_model(flat_functions(model), here, key, structure.zeros)
-    normals = {b: base_distribution(trace[b.site]["fn"]) for b in structure.weights}
-    return {
-        b.name: (_filled(normal.loc, b), _filled(normal.scale, b))
-        for b, normal in normals.items()
-    }
-
-
-def _filled(x: Any, block: Block) -> Array:
-    return jnp.broadcast_to(jnp.asarray(x, block.dtype), block.shape)
+def standard(block: Block) -> Prior:
+    """Return standard normal priors of the latents of a block, latent axis first."""
+    zeros = jnp.zeros(block.shape, block.dtype).reshape(-1, block.shape[-1])
+    return Prior(zeros, jnp.ones_like(zeros))
 
 
 def with_latent_axis(q: Moments) -> Moments:

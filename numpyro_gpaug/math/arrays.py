@@ -25,6 +25,9 @@ _NARROW: dict[Any, Any] = {
     np.dtype(f"{kind}64"): np.dtype(f"{kind}32") for kind in ("float", "int", "uint")
 }
 
+# Metadata of fields of a dataclass that are no leaves of its tree.
+STATIC = {"static": True}
+
 
 @contextmanager
 def in_dtype_of(fitted: Any) -> Iterator[None]:

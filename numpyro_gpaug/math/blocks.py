@@ -13,12 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from numpyro_gpaug.math.sharding import (
-    kept_apart,
-    latent_parts,
-    rows_apart,
-    shards,
-)
+from numpyro_gpaug.math.sharding import kept_apart, latent_parts, rows_apart, shards
 
 # In bytes. Up to this size there is one block, because loops take longer to compile.
 WHOLE = 2**25

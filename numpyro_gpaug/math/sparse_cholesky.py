@@ -22,7 +22,7 @@ equations; Takahashi, Fagan and Chin (1973), Formation of a sparse bus impedance
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,6 +32,7 @@ import numpy as np
 from jax import Array, lax
 
 from numpyro_gpaug.math import linalg, small
+from numpyro_gpaug.math.arrays import STATIC
 from numpyro_gpaug.math.linalg import precise
 from numpyro_gpaug.math.sparse_pattern import Group, Pattern
 
@@ -49,11 +50,7 @@ class Fronts(NamedTuple):
     gain: Array
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("fronts", "log_det"),
-    meta_fields=("pattern",),
-)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
 class SparseFactor:
     """The factor L of a matrix ``P Q P' = L L'``, in the order P of elimination.
@@ -66,7 +63,7 @@ class SparseFactor:
     :param log_det: the logarithm of the determinant of Q.
     """
 
-    pattern: Pattern
+    pattern: Pattern = field(metadata=STATIC)
     fronts: tuple[Fronts, ...]
     log_det: Array
 

@@ -256,10 +256,7 @@ def _eliminated(pattern: Pattern) -> Elimination:
 
 
 def _hang(
-    outer: _Indices,
-    ends: tuple[_Indices, _Indices],
-    depth: _Indices,
-    code: _Indices,
+    outer: _Indices, ends: tuple[_Indices, _Indices], depth: _Indices, code: _Indices
 ) -> None:
     """Hang outer nodes into the tree, each as a leaf of its own below the deepest of
     its neighbours, in a part that has this neighbour in its border already. All leaves

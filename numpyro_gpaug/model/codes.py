@@ -4,8 +4,7 @@ groups as a joint Gaussian needs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Self
 
 import jax
@@ -13,15 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from numpyro_gpaug.math.arrays import STATIC
 from numpyro_gpaug.model.affine import check_groups
 from numpyro_gpaug.model.joint import JointView
 from numpyro_gpaug.model.program import Gather
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("extremes", "misfit"), meta_fields=("gathers",),
-)  # fmt: skip
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Codes:
     """The dependence of data on latents by codes, computed once by a program.
@@ -34,7 +31,7 @@ class Codes:
 
     extremes: Array
     misfit: Array
-    gathers: tuple[Gather, ...]
+    gathers: tuple[Gather, ...] = field(metadata=STATIC)
 
     @classmethod
     def of(cls, view: JointView) -> Self:

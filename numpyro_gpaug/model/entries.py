@@ -225,8 +225,7 @@ class Entries:
     def _results(self, eqn: Any, operands: list[Term]) -> list[Places]:
         """Return the places of the results of a primitive that depends on
         predictors."""
-        name, shapes = eqn.primitive.name, [v.aval.shape for v in eqn.outvars]
-        shape = shapes[0]
+        name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
         moving = [x.places for x in operands if x.places is not None]
         if name in LINEAR or name in BILINEAR - {"dot_general"} or name in ELEMENTWISE:
             if all(_fits(v.aval.shape, shape) for v in eqn.invars):
@@ -242,9 +241,7 @@ class Entries:
             return _RULES[name](self, eqn, operands)
         if name in SUMS or name in _ALONG:
             return self._reduced(eqn, moving, linear=name in SUMS)
-        linear = self._is_linear(eqn, operands)
-        whole = [self._whole(places, linear) for places in moving]
-        return [self._combined(whole, shape, linear) for shape in shapes]
+        return self._any_way(eqn, operands, linear=self._is_linear(eqn, operands))
 
     @staticmethod
     def _is_linear(eqn: Any, operands: list[Term]) -> bool:
@@ -337,7 +334,7 @@ class Entries:
         )
         found = self._along(joint, axes, linear)
         if kept:
-            found = tuple(_expanded(p, axes[0]) for p in found)
+            found = tuple(_namespace(p).expand_dims(p, axes[0]) for p in found)
         return [tuple(_broadcast(p, shape) for p in found) for shape in shapes]
 
     def _moved(self, eqn: Any, places: Places, *others: Any) -> Places:
@@ -370,28 +367,11 @@ class Entries:
             for v, x in zip(eqn.invars, operands, strict=True)
         ]
 
-    def _concatenate(self, eqn: Any, operands: list[Term]) -> list[Places]:
+    def _rearranged(self, eqn: Any, operands: list[Term]) -> list[Places]:
         parts = zip(*self._whole_terms(eqn, operands), strict=True)
-        axis = eqn.params["dimension"]
-        return [tuple(_namespace(*p).concatenate(p, axis) for p in parts)]
-
-    def _stack(self, eqn: Any, operands: list[Term]) -> list[Places]:
-        parts = zip(*self._whole_terms(eqn, operands), strict=True)
-        return [tuple(_namespace(*p).stack(p, eqn.params["axis"]) for p in parts)]
-
-    def _split(self, eqn: Any, operands: list[Term]) -> list[Places]:
-        (places,) = (x.places for x in operands)
-        assert places is not None
-        ends = np.cumsum(eqn.params["sizes"])[:-1]
-        axis = eqn.params["axis"]
-        parts = [_namespace(p).split(p, ends, axis) for p in places]
-        return [*zip(*parts, strict=True)]
-
-    def _unstack(self, eqn: Any, operands: list[Term]) -> list[Places]:
-        (places,) = (x.places for x in operands)
-        assert places is not None
-        axis, number = eqn.params["axis"], len(eqn.outvars)
-        return [tuple(p.take(k, axis) for p in places) for k in range(number)]
+        rule = _REARRANGED[eqn.primitive.name]
+        found = [rule(_namespace(*p), p, eqn.params) for p in parts]
+        return [*zip(*found, strict=True)]
 
     def _pad(self, eqn: Any, operands: list[Term]) -> list[Places]:
         pairs = zip(*self._whole_terms(eqn, operands), strict=True)
@@ -420,10 +400,14 @@ class Entries:
         pairs = zip(*self._whole_terms(eqn, operands)[:2], strict=True)
         return [tuple(_bound(eqn, p, update, *starts) for p, update in pairs)]
 
-    def _any_way(self, eqn: Any, operands: list[Term]) -> list[Places]:
+    def _any_way(
+        self, eqn: Any, operands: list[Term], *, linear: bool = False
+    ) -> list[Places]:
+        """Return the places of functions of all entries of all operands."""
         moving = [x.places for x in operands if x.places is not None]
-        whole = [self._whole(places, linear=False) for places in moving]
-        return [self._combined(whole, eqn.outvars[0].aval.shape, linear=False)]
+        whole = [self._whole(places, linear) for places in moving]
+        shapes = [v.aval.shape for v in eqn.outvars]
+        return [self._combined(whole, shape, linear) for shape in shapes]
 
     def _gather(self, eqn: Any, operands: list[Term]) -> list[Places]:
         source, index = operands
@@ -499,11 +483,19 @@ class Entries:
         return [self._combined(found, shape, linear)]
 
 
+# By NumPy: JAX would compile a program for each.
+_REARRANGED: dict[str, Callable[[Any, Any, Any], Sequence[Any]]] = {
+    "concatenate": lambda xp, p, params: [xp.concatenate(p, params["dimension"])],
+    "stack": lambda xp, p, params: [xp.stack(p, params["axis"])],
+    "unstack": lambda xp, p, params: [*xp.moveaxis(p[0], params["axis"], 0)],
+    "split": lambda xp, p, params: xp.split(
+        p[0], np.cumsum(params["sizes"])[:-1], params["axis"]
+    ),
+}
 _RULES: dict[str, Callable[[Entries, Any, list[Term]], list[Places]]] = {
-    "concatenate": Entries._concatenate, "stack": Entries._stack,
-    "split": Entries._split, "unstack": Entries._unstack,
-    "pad": Entries._pad, "gather": Entries._gather,
-    "dynamic_slice": Entries._dynamic_slice, "dot_general": Entries._dot_general,
+    **dict.fromkeys(_REARRANGED, Entries._rearranged), "pad": Entries._pad,
+    "gather": Entries._gather, "dot_general": Entries._dot_general,
+    "dynamic_slice": Entries._dynamic_slice,
     "dynamic_update_slice": Entries._dynamic_update_slice,
 }  # fmt: skip
 
@@ -596,10 +588,6 @@ def _fits(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
 
 def _broadcast(p: Any, shape: tuple[int, ...]) -> Any:
     return p if np.shape(p) == shape else _namespace(p).broadcast_to(p, shape)
-
-
-def _expanded(p: Any, axis: int) -> Any:
-    return _namespace(p).expand_dims(p, axis)
 
 
 def _spread(p: Any, axes: Sequence[int], shape: tuple[int, ...]) -> Any:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -36,11 +35,7 @@ class NoFormError(Exception):
     """The density is not a sum of this kind."""
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("affine", "terms", "mean", "variance"),
-    meta_fields=(),
-)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ExponentialSum:
     """A sum of this kind, and the Gaussian of its predictor, entry by entry.

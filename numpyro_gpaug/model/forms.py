@@ -23,12 +23,7 @@ from numpyro_gpaug.model.affine import PROBES, ROUNDING, Predictors, relative
 from numpyro_gpaug.model.costs import MAX_DENSE, Purpose
 from numpyro_gpaug.model.gaussians import Field
 from numpyro_gpaug.model.joint import JointView
-from numpyro_gpaug.model.latents import (
-    GaussianSite,
-    Grouping,
-    Structure,
-    coded,
-)
+from numpyro_gpaug.model.latents import GaussianSite, Grouping, Structure, coded
 from numpyro_gpaug.model.links import Declared
 from numpyro_gpaug.model.loops import WIDEST, Loop
 
@@ -147,10 +142,7 @@ def find_form(structure: Structure, asked: Asked, purpose: Purpose) -> Structure
 
 
 def find_sparse(
-    structure: Structure,
-    asked: Asked,
-    purpose: Purpose,
-    fields: dict[str, Field],
+    structure: Structure, asked: Asked, purpose: Purpose, fields: dict[str, Field]
 ) -> Structure | None:
     """Return a structure in which fields, and other sites of whose members each datum
     depends on one, are the nodes of a sparse precision; ``None`` if it does not exist,
@@ -524,9 +516,7 @@ def _group_of_data(
 
 
 def refuse_large(
-    structure: Structure,
-    chains: tuple[Grouping, ...] = (),
-    largest: int = MAX_DENSE,
+    structure: Structure, chains: tuple[Grouping, ...] = (), largest: int = MAX_DENSE
 ) -> None:
     """Raise for a joint Gaussian that needs too large a matrix.
 

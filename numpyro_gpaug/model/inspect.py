@@ -36,7 +36,7 @@ from numpyro_gpaug.model.structure import (
     run_model,
 )
 from numpyro_gpaug.model.survey import Survey
-from numpyro_gpaug.model.whitened import Parts, parts_of
+from numpyro_gpaug.model.whitened import Parts, parts_of, registered_latents
 
 _INSTEAD = {
     "BernoulliProbs": "Bernoulli(logits=f)",
@@ -57,9 +57,9 @@ class Dependencies:
         processes = [b for b in survey.blocks if b.is_process]
         self.processes = {b.name for b in processes}
         self.vectors = {b.site: b.name for b in processes}
-        self.correlated = survey.loaded
-        self.registered: dict[str, tuple[str, ...]] = {}
-        self.classes = survey.classes
+        self.correlated, self.classes = survey.loaded, survey.classes
+        # Whether all data have the same distribution, and whether one datum depends on
+        # several entries of a parameter.
         self.shared: dict[str, bool] = {}
         self.joint: dict[str, bool] = {}
 
@@ -84,10 +84,8 @@ class Dependencies:
     def _visit(self, name: str, fn: Any) -> None:
         """Note what the likelihood of an observed site is."""
         base = base_distribution(fn)
-        latents = _latents(type(base))
-        self.registered[name] = latents
         self.shared[name] = base.batch_shape == () and fn.batch_shape != ()
-        ranks = [jnp.ndim(getattr(base, k)) for k in latents]
+        ranks = [jnp.ndim(getattr(base, k)) for k in registered_latents(type(base))]
         self.joint[name] = max(ranks, default=0) > len(base.batch_shape)
 
     def refuse_unsupported(self, latents: tuple[str, ...], observed: bool) -> None:
@@ -99,20 +97,15 @@ class Dependencies:
         :raises NotConjugateError: naming the two sites.
         """
         found = self.parts
-        used = jax.tree.leaves((
-            found.densities, found.parameters, found.rest, found.bounded, self.priors
-        ))  # fmt: skip
+        used = found.densities, found.parameters, found.rest, found.bounded, self.priors
         for site, name in self.vectors.items():
-            if any(site in leaf.state for leaf in used):
+            if site in _sources(used):
                 raise NotConjugateError(
                     f"the inducing values {site!r} are used directly. Use the "
                     f"function values {name!r}, or fit by MCMC(NUTS(model))"
                 )
-        priors = (*self.processes, *(latents if observed else ()))
-        for prior in priors:
-            leaves = jax.tree.leaves(self.priors.get(prior))
-            sources = {n for leaf in leaves for n in leaf.state} & self.processes
-            if sources:
+        for prior in (*self.processes, *(latents if observed else ())):
+            if sources := _sources(self.priors.get(prior)) & self.processes:
                 raise NotConjugateError(
                     f"the distribution of {prior!r} depends on the process "
                     f"{sorted(sources)[0]!r}, and only observed sites may. If it is "
@@ -123,25 +116,25 @@ class Dependencies:
     def is_likelihood(self, latent: str) -> bool:
         """Whether a latent site is an observation that was not passed in: its own
         distribution depends on a process."""
-        leaves = jax.tree.leaves(self.priors.get(latent))
-        return any(self.processes & set(leaf.state) for leaf in leaves)
+        return bool(_sources(self.priors.get(latent)) & self.processes)
 
     def is_weight(self, block: Block) -> bool:
         """Whether a block is a vector normal on which only likelihood predictors
         depend, and affinely, so that its update has a closed form."""
-        name, rest = block.name, jax.tree.leaves((self.parts.rest, self.priors))
-        if block.is_process or any(name in leaf.state for leaf in rest):
+        name, parts = block.name, self.parts
+        if block.is_process or name in _sources((parts.rest, self.priors)):
             return False
-        reached = False
-        for site, latents in self.registered.items():
-            for latent in latents:
-                dependence = self.parts.parameters[site][latent].state.get(name)
-                reached |= dependence is not None
-                if dependence is not None and not dependence.affine:
-                    return False
-            if not latents and name in self.parts.densities[site].state:
-                return False
-        return reached
+        known = {k: self._parameters(k) for k in self.classes}
+        others = [parts.densities[k].state for k, own in known.items() if not own]
+        states = [state for own in known.values() for state in own.values()]
+        found = [state[name].affine for state in states if name in state]
+        return bool(found) and all(found) and not any(name in x for x in others)
+
+    def _parameters(self, name: str) -> dict[str, Any]:
+        """Return what the parameters of a registered likelihood depend on."""
+        found = self.parts.parameters.get(name, {})
+        latents = registered_latents(self.classes[name])
+        return {k: found[k].state for k in latents}
 
     def in_closed_form(self, weight: str, routes: list[Observed]) -> bool:
         """Whether every observed site of a weight vector has a closed form (nodes
@@ -167,11 +160,9 @@ class Dependencies:
                 "num_latents=C"
             )
         if not reached:
-            return Observed(
-                name, (), (), Route.CONSTANT, (), augmented, log_concave, None
-            )
+            return Observed(name, augmented=augmented, log_concave=log_concave)
         reason = self._why_not_closed(name, reached)
-        latents = self.registered[name] if reason is None else ()
+        latents = registered_latents(self.classes[name]) if reason is None else ()
         if latents and expectation is not None:
             route = Route.CLOSED_FORM
         elif len(reached) == 1 and density[reached[0]].elementwise:
@@ -179,8 +170,8 @@ class Dependencies:
         else:
             route = Route.MONTE_CARLO
         self._refuse_correlated(name, processes, route)
-        states = [self.parts.parameters[name][latent].state for latent in latents]
-        sources = tuple(tuple(b for b in reached if b in state) for state in states)
+        states = self._parameters(name)
+        sources = tuple(tuple(b for b in reached if b in states[k]) for k in latents)
         return Observed(
             name, latents, sources, route, processes, augmented, log_concave, reason
         )
@@ -210,31 +201,28 @@ class Dependencies:
         return None
 
     def _why_not_closed(self, name: str, reached: tuple[str, ...]) -> str | None:
-        if not self.registered[name]:
-            if missing := self._missing_link(name):
-                return missing
-            cls = self.classes[name].__name__
+        parameters, cls = self._parameters(name), self.classes[name].__name__
+        if not parameters:
             instead = _INSTEAD.get(cls, "numpyro_gpaug.Linked(f, link, family)")
-            return f"no closed form is registered for {cls} (one is for {instead})"
-        for leaf in jax.tree.leaves(self.parts.rest[name]):
-            if touched := [r for r in reached if r in leaf.state]:
-                return self._missing_link(name) or (
-                    f"a parameter of {self.classes[name].__name__} other than "
-                    f"{self.registered[name]} depends on {touched[0]!r}"
-                )
+            return self._missing_link(name) or (
+                f"no closed form is registered for {cls} (one is for {instead})"
+            )
+        rest = _sources(self.parts.rest[name])
+        if touched := [r for r in reached if r in rest]:
+            return self._missing_link(name) or (
+                f"a parameter of {cls} other than {(*parameters,)} depends on "
+                f"{touched[0]!r}"
+            )
         carriers: dict[str, str] = {}
-        for latent in self.registered[name]:
-            state = self.parts.parameters[name][latent].state
-            for block in reached:
-                if block in state and carriers.setdefault(block, latent) != latent:
+        for latent, state in parameters.items():
+            for block in (b for b in reached if b in state):
+                dependence = state[block]
+                if carriers.setdefault(block, latent) != latent:
                     return (
-                        f"{carriers[block]!r} and {latent!r} of "
-                        f"{self.classes[name].__name__} both depend on {block!r}, but "
-                        "they must be independent: give each its own GaussianProcess"
+                        f"{carriers[block]!r} and {latent!r} of {cls} both depend on "
+                        f"{block!r}, but they must be independent: give each its own "
+                        "GaussianProcess"
                     )
-                dependence = state.get(block)
-                if dependence is None:
-                    continue
                 if not dependence.affine:
                     return (
                         f"{latent!r} is not affine in {block!r}: it passes through "
@@ -249,12 +237,9 @@ class Dependencies:
         return None
 
 
-def _latents(cls: type) -> tuple[str, ...]:
-    expectation = lookup_expectation(cls)
-    if expectation is not None:
-        return expectation.latents
-    augmentation = lookup_augmentation(cls)
-    return () if augmentation is None else augmentation.latents
+def _sources(tree: Any) -> set[str]:
+    """Return the names of the blocks that a part of a model depends on."""
+    return {name for leaf in jax.tree.leaves(tree) for name in leaf.state}
 
 
 def inspect_model(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Structure:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -27,22 +28,13 @@ from numpyro_gpaug.model.costs import FEWEST_NODES, FIT, Purpose
 from numpyro_gpaug.model.domains import find_missing_link
 from numpyro_gpaug.model.exponentials import has_form
 from numpyro_gpaug.model.forms import Asked, find_form, find_sparse, refuse_large
-from numpyro_gpaug.model.frontier import (
-    Separation,
-    frontier,
-    separation,
-    single_inputs,
-)
-from numpyro_gpaug.model.indices import check_indices, program_of_others
+from numpyro_gpaug.model.frontier import frontier, separation, single_inputs
 from numpyro_gpaug.model.jaxpr import called_name, has_other_derivative, source_of
 from numpyro_gpaug.model.joint import JointView
-from numpyro_gpaug.model.latents import (
-    GaussianSite,
-    Structure,
-)
+from numpyro_gpaug.model.latents import GaussianSite, Structure
 from numpyro_gpaug.model.loops import refuse_reversed
 from numpyro_gpaug.model.observations import check_constants
-from numpyro_gpaug.model.program import Program
+from numpyro_gpaug.model.program import Program, check_indices, program_of_others
 from numpyro_gpaug.model.structure import Observed, any_key, run_model
 from numpyro_gpaug.model.survey import Survey
 from numpyro_gpaug.model.whitened import (
@@ -80,7 +72,7 @@ class Reading:
         self.classes: dict[str, type] = {}
         # Whether a registered likelihood takes one predictor for each datum, by site.
         self._single: dict[str, bool] = {}
-        self._separations: dict[int, Separation] = {}
+        self.observed: Callable[[str], Observed] = cache(self._routed)
         shapes = {s.name: jax.ShapeDtypeStruct(s.shape, survey.dtype) for s in sites}
         self._processes = set(survey.functions)
 
@@ -143,7 +135,7 @@ class Reading:
             if sources := self._sources(fn.tree[0]):
                 return {s: f"the prior of {name!r} depends on it" for s in sources}
         for name in self._survey.observed:
-            if reason := self._why_not(name):
+            if reason := self.observed(name).reason:
                 density = self.parts.densities[name].variable
                 sources = set(self.program.value(density).state) - self._processes
                 if len(sources) < 2 and not sources & self._small:
@@ -155,27 +147,6 @@ class Reading:
                     )
                 return {s: f"{IN_DENSITY} of {name!r}, {reason}" for s in sources}
         return {}
-
-    def _why_not(self, name: str) -> str | None:
-        if not self.program.depends(self.parts.densities[name].variable):
-            return None
-        if self._closed(name):
-            return self._mixed_residual(tuple(self._carriers(name)))
-        variable = self.parts.densities[name].variable
-        apart = self._separation(variable)
-        if apart.reason is not None:
-            return apart.reason
-        found = frontier(self.program, [variable], apart.columns)
-        for eqn, *_ in found.rest:
-            if has_other_derivative(eqn):
-                return f"{called_name(eqn)}{source_of(eqn)}{_OTHER_DERIVATIVE}"
-        return self._mixed_residual(found.roots)
-
-    def _separation(self, variable: int) -> Separation:
-        """Return how a density separates into a sum over data; the result is cached."""
-        if variable not in self._separations:
-            self._separations[variable] = separation(self.program, [variable])
-        return self._separations[variable]
 
     def _mixed_residual(self, roots: tuple[int, ...]) -> str | None:
         """Return why the residual variances cannot be computed, or ``None``. Given the
@@ -230,38 +201,41 @@ class Reading:
                 return site._replace(local=False)
         return site
 
-    def observed(self, name: str) -> Observed:
-        """Return an observed site with its route."""
-        cls = self.classes[name]
+    def _routed(self, name: str) -> Observed:
+        """Return an observed site with its route, and why the latents that it depends
+        on cannot all be part of a joint Gaussian."""
+        program, cls = self.program, self.classes[name]
         augmented = lookup_augmentation(cls) is not None
         variable = self.parts.densities[name].variable
-        if not self.program.depends(variable):
-            return Observed(
-                name, (), (), Route.CONSTANT, (), augmented, log_concave=False,
-                reason=None,
-            )  # fmt: skip
-        if self._closed(name) and (several := lookup_correlated(cls)):
-            return Observed(
-                name, (several.latent,), ((),), Route.CORRELATED, (), augmented,
-                log_concave=True, reason=None,
-            )  # fmt: skip
+        if not program.depends(variable):
+            return Observed(name, augmented=augmented)
         if self._closed(name):
+            reason = self._mixed_residual(tuple(self._carriers(name)))
+            if several := lookup_correlated(cls):
+                return Observed(
+                    name, (several.latent,), ((),), Route.CORRELATED, (), augmented,
+                    log_concave=True, reason=reason,
+                )  # fmt: skip
             expectation = lookup_expectation(cls)
             concave = expectation is not None and expectation.log_concave
             parameters = self.parts.parameters[name]
             known = [tuple(sorted(self._sources(x))) for x in parameters.values()]
             return Observed(
                 name, tuple(parameters), tuple(known), Route.CLOSED_FORM, (), augmented,
-                concave, None, correlated=self._survey.correlated[name],
+                concave, reason, correlated=self._survey.correlated[name],
             )  # fmt: skip
-        apart = self._separation(variable)
-        found = frontier(self.program, [variable], apart.columns)
-        num, form = len(found.roots), has_form(found, self.program.avals)
+        apart = separation(program, [variable])
+        if apart.reason is not None:
+            return Observed(name, reason=apart.reason)
+        found = frontier(program, [variable], apart.columns)
+        num, reason = len(found.roots), self._mixed_residual(found.roots)
+        for eqn in [e for e, *_ in found.rest if has_other_derivative(e)][:1]:
+            reason = f"{called_name(eqn)}{source_of(eqn)}{_OTHER_DERIVATIVE}"
+        form = reason is None and has_form(found, program.avals)
         return Observed(
             name, tuple(f"predictor {i}" for i in range(num)), ((),) * num,
-            Route.EXPONENTIAL if form else Route.GAUSS_HERMITE, (), augmented=False,
-            log_concave=False, reason=None, factor=cls is dist.Unit,
-            columns=apart.columns, indexed=apart.indexed,
+            Route.EXPONENTIAL if form else Route.GAUSS_HERMITE, reason=reason,
+            factor=cls is dist.Unit, columns=apart.columns, indexed=apart.indexed,
         )  # fmt: skip
 
 

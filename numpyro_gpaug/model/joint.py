@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import cached_property
 from typing import Any, cast
 
@@ -23,7 +22,6 @@ from numpyro_gpaug.gp.markov import MarkovConditional
 from numpyro_gpaug.gp.outputs import Outputs
 from numpyro_gpaug.likelihoods.expectations import Route
 from numpyro_gpaug.model.affine import BySites, Predictors
-from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.expectation import (
     Concatenated,
     ExpectedLogLikelihood,
@@ -32,12 +30,12 @@ from numpyro_gpaug.model.expectation import (
 )
 from numpyro_gpaug.model.frontier import Frontier, frontier, index_of
 from numpyro_gpaug.model.gaussians import Field, field
-from numpyro_gpaug.model.indices import program_of_others
-from numpyro_gpaug.model.latents import JOINT, Grouping, Structure
+from numpyro_gpaug.model.latents import JOINT, Grouping
 from numpyro_gpaug.model.links import Chained, Declared
 from numpyro_gpaug.model.loops import Loop, loops
-from numpyro_gpaug.model.program import Gather, Program
-from numpyro_gpaug.model.structure import Block, Observed, Trace, run_model
+from numpyro_gpaug.model.program import Gather, Program, program_of_others
+from numpyro_gpaug.model.structure import Observed, Trace, run_model
+from numpyro_gpaug.model.view import View
 from numpyro_gpaug.model.whitened import Parts, parts_of, whitened
 
 # Of likelihoods whose parameter is the predictor.
@@ -59,44 +57,20 @@ def function_values(
     return found
 
 
-class JointView:
-    """A model at fixed params and other latents: the affine map from its joint Gaussian
-    to the predictors of its likelihoods, and their expectation.
+class JointView(View):
+    """The view of a model by one Gaussian on its latents: the affine map to the
+    predictors of its likelihoods, and their expectation."""
 
-    :param structure: the structure of the model at these arguments.
-    :param model: the model.
-    :param arguments: its arguments.
-    :param values: params, other latents and plate indices by name.
-    :param key: the seed of all sites that are not in ``values``.
-    :param projected: whether inducing values determine function values, as in exact
-        samplers. Sparse processes then have no residual, and kernel matrices are
-        computed once for all results.
-    """
-
-    def __init__(
-        self,
-        structure: Structure,
-        model: Callable[..., Any],
-        arguments: Arguments,
-        values: dict[str, Any],
-        key: Array,
-        *,
-        projected: bool = False,
-    ) -> None:
-        self.structure = structure
-        self._projected = projected
-        self._model, self.arguments = model, arguments
-        self.values, self._key = values, key
-        self._shown: set[str] = set()
-        self._grouped = False
-        self._fields: dict[str, Field] = {}
-
-    # Whether predictors may be at times between the steps of a chain.
-    _between = False
+    # Whether predictors may be at times between the steps of a chain, whether they are
+    # known to depend on one group each, and whether sparse processes have no residual.
+    _between = _grouped = _projected = False
 
     @cached_property
     def _program(self) -> Program:
         structure = self.structure
+        # Sites that are observed here, and the fields.
+        self._shown: set[str] = set()
+        self._fields: dict[str, Field] = {}
         observed = tuple(site.name for site in structure.observed)
 
         def parts(z: dict[str, Array]) -> Parts:
@@ -444,18 +418,6 @@ class JointView:
         """Return :attr:`prior` by block."""
         return {JOINT: self.prior}
 
-    def block_scale(self, block: Block) -> Any:
-        """Return the factor of the KL divergence, which is always one."""
-        return 1
-
-    def selected(self) -> dict[str, None]:
-        """Return no selection: every process is called for all of its latents."""
-        return {}
-
-    def coupled(self) -> tuple[str, ...]:
-        """Return no processes: the joint Gaussian is never updated in parts."""
-        return ()
-
     def other_sites(self) -> Trace:
         """Return the sample sites of all other latents."""
         found = self._at_zero(self._program.outputs.others)
@@ -571,3 +533,10 @@ class JointView:
             program = program_of_others(*given, self.structure.dtype)
             found += list(program.reached())
         return found
+
+
+class ProjectedView(JointView):
+    """A view in which inducing values determine function values, as in exact samplers.
+    Kernel matrices are computed once for all results."""
+
+    _projected = True

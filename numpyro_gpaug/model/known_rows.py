@@ -22,8 +22,8 @@ from numpyro_gpaug.likelihoods.expectations import (
 )
 from numpyro_gpaug.math import linalg
 from numpyro_gpaug.model.affine import Predictors
+from numpyro_gpaug.model.expectation import Likelihood, scaled_sum
 from numpyro_gpaug.model.latents import Structure
-from numpyro_gpaug.model.predictors import Likelihood, scaled_sum
 from numpyro_gpaug.model.structure import Observed
 
 

@@ -18,13 +18,7 @@ from jax import lax
 from jax.extend.core import Literal
 
 from numpyro_gpaug.math.equations import applied, carried_by, walked
-from numpyro_gpaug.model.jaxpr import (
-    OWN_DERIVATIVE,
-    Reader,
-    State,
-    Value,
-    called_jaxpr,
-)
+from numpyro_gpaug.model.jaxpr import OWN_DERIVATIVE, Reader, State, Value, called_jaxpr
 
 
 class Operation(NamedTuple):

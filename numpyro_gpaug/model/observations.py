@@ -13,11 +13,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from jax import Array
-from numpyro.distributions import (
-    CategoricalLogits,
-    CategoricalProbs,
-    constraints,
-)
+from numpyro.distributions import CategoricalLogits, CategoricalProbs, constraints
 
 from numpyro_gpaug.distributions.linked import Linked
 from numpyro_gpaug.likelihoods.expectations import base_distribution

@@ -53,11 +53,7 @@ class Padding:
         self._proved: dict[Hashable, Added | None] = {}
 
     def __call__(
-        self,
-        arguments: Arguments,
-        mesh: Mesh | None = None,
-        *,
-        doubling: bool = False,
+        self, arguments: Arguments, mesh: Mesh | None = None, *, doubling: bool = False
     ) -> Arguments:
         """Return the arguments, with added rows or unchanged.
 

@@ -71,13 +71,13 @@ class Observed(NamedTuple):
     """
 
     name: str
-    latents: tuple[str, ...]
-    sources: tuple[tuple[str, ...], ...]
-    route: Route
-    processes: tuple[str, ...]
-    augmented: bool
-    log_concave: bool
-    reason: str | None
+    latents: tuple[str, ...] = ()
+    sources: tuple[tuple[str, ...], ...] = ()
+    route: Route = Route.CONSTANT
+    processes: tuple[str, ...] = ()
+    augmented: bool = False
+    log_concave: bool = False
+    reason: str | None = None
     factor: bool = False
     correlated: int = 0
     columns: int | None = None

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The view of a model at fixed params and other latents by its Gaussian blocks."""
+"""Views of a model at fixed params and other latents; the view by its Gaussian
+blocks."""
 
 from __future__ import annotations
 
@@ -19,14 +20,14 @@ from numpyro_gpaug.likelihoods.expectations import Route, base_distribution
 from numpyro_gpaug.math.linalg import safe_sqrt
 from numpyro_gpaug.math.quadrature import gauss_hermite
 from numpyro_gpaug.model.arguments import Arguments
-from numpyro_gpaug.model.expectation import ExpectedLogLikelihood
-from numpyro_gpaug.model.latents import Structure
-from numpyro_gpaug.model.observations import check_shape
-from numpyro_gpaug.model.predictors import (
+from numpyro_gpaug.model.expectation import (
+    ExpectedLogLikelihood,
     Likelihood,
     Predictors,
     scaled_sum,
 )
+from numpyro_gpaug.model.latents import Structure
+from numpyro_gpaug.model.observations import check_shape
 from numpyro_gpaug.model.structure import (
     Block,
     Observed,
@@ -38,25 +39,15 @@ from numpyro_gpaug.model.structure import (
 NUM_NODES = 32
 
 
-class _Run(NamedTuple):
-    trace: Trace
-    predictors: Predictors
-    likelihoods: dict[str, Likelihood]
-
-
-class ModelView:
-    """A model at fixed params and other latents, by its Gaussian blocks: their priors,
+class View:
+    """A model at fixed params and other latents: the priors of its Gaussian blocks,
     their affine maps to the predictors, and the likelihoods there.
-
-    The model is run once, at function values and weights of zero, on first use.
-    Quadrature and samplers, which need its densities elsewhere, run it again
-    (:meth:`trace`).
 
     :param structure: the structure of the model, at these arguments.
     :param model: the model.
     :param arguments: its arguments.
     :param values: params, other latents and plate indices by name.
-    :param key: seed for Monte Carlo routes.
+    :param key: the seed of all sites that are not in ``values``.
     """
 
     def __init__(
@@ -70,6 +61,34 @@ class ModelView:
         self.structure = structure
         self._model, self.arguments = model, arguments
         self.values, self._key = values, key
+
+    def selected(self) -> dict[str, Array | None]:
+        """Return the latents that each process was called for; ``None`` for all."""
+        return {}
+
+    def coupled(self) -> tuple[str, ...]:
+        """Return the processes whose latents share outputs."""
+        return ()
+
+    def block_scale(self, block: Block) -> Any:
+        """Return the factor of a block's KL divergence."""
+        return 1
+
+
+class _Run(NamedTuple):
+    trace: Trace
+    predictors: Predictors
+    likelihoods: dict[str, Likelihood]
+
+
+class ModelView(View):
+    """The view of a model by an independent Gaussian for each process and weight
+    vector.
+
+    The model is run once, at function values and weights of zero, on first use.
+    Quadrature and samplers, which need its densities elsewhere, run it again
+    (:meth:`trace`).
+    """
 
     def trace(self, at: dict[str, Array]) -> Trace:
         """Run the model with function values and weights filled in from ``at``; missing
@@ -144,11 +163,9 @@ class ModelView:
         return {name: self._run.trace[name] for name in self.structure.others}
 
     def selected(self) -> dict[str, Array | None]:
-        """Return the latents that each process was called for; ``None`` for all."""
         return {k: o.selected for k, o in self.predictors.outputs.items()}
 
     def coupled(self) -> tuple[str, ...]:
-        """Return the processes whose latents share outputs."""
         outputs = self.predictors.outputs
         return tuple(k for k, o in outputs.items() if o.loadings is not None)
 
@@ -192,21 +209,12 @@ class ModelView:
 
     def priors(self) -> dict[str, Prior]:
         """Return the priors of every block, latent axis first."""
-        found = {}
-        for block in self.structure.blocks:
-            normal = base_distribution(self._run.trace[block.site]["fn"])
-            rows = (-1, block.shape[-1])
-            loc, scale = (
-                jnp.broadcast_to(jnp.asarray(x, block.dtype), block.shape).reshape(rows)
-                for x in (normal.loc, normal.scale)
-            )
-            found[block.name] = Prior(loc, scale)
-        return found
+        blocks = self.structure.blocks
+        return {block.name: prior_of(block, self._run.trace) for block in blocks}
 
     def block_scale(self, block: Block) -> Any:
-        """Return the factor of a block's KL: the scale NumPyro put on its sample site,
-        times C / K if the process was called for the K latents a plate of size C
-        drew."""
+        """Return the scale NumPyro put on a block's sample site, times C / K if the
+        process was called for the K latents a plate of size C drew."""
         trace = self._run.trace
         scale = trace[block.site]["scale"]
         scale = 1 if scale is None else scale
@@ -268,14 +276,26 @@ class ModelView:
         key: Array,
     ) -> tuple[Array, Array]:
         """Return the log-densities of a site, and weights, by running the model again
-        at nodes of the function values.
+        at nodes of the function values: Gauss-Hermite nodes if each datum depends on
+        one process, otherwise draws.
 
         :param site: the site.
         :param means: means of function values, by process.
         :param spreads: their variances.
         :param key: seed of nodes that are draws.
         """
-        draws, weights = nodes_of(site, means, key)
+        reached = {k: means[k] for k in site.processes}
+        dtype = jnp.result_type(*reached.values())
+        if site.route is Route.GAUSS_HERMITE:
+            nodes, weights = gauss_hermite(NUM_NODES, dtype)
+            draws = dict.fromkeys(reached, nodes)
+        else:
+            keys = dict(zip(reached, random.split(key, len(reached)), strict=True))
+            draws = {
+                k: random.normal(keys[k], (NUM_NODES, *m.shape), dtype)
+                for k, m in reached.items()
+            }
+            weights = jnp.full((NUM_NODES,), 1 / NUM_NODES, dtype)
 
         def density(z: dict[str, Array]) -> Array:
             moved = {k: means[k] + safe_sqrt(spreads[k]) * z[k] for k in z}
@@ -283,6 +303,17 @@ class ModelView:
             return message["fn"].log_prob(message["value"])
 
         return jax.vmap(density)(draws), weights
+
+
+def prior_of(block: Block, trace: Trace) -> Prior:
+    """Return the prior of a block, latent axis first, from a trace of the model."""
+    normal = base_distribution(trace[block.site]["fn"])
+    loc, scale = (
+        jnp.broadcast_to(jnp.asarray(x, block.dtype), block.shape)
+        for x in (normal.loc, normal.scale)
+    )
+    rows = (-1, block.shape[-1])
+    return Prior(loc.reshape(rows), scale.reshape(rows))
 
 
 def predictor_values(structure: Structure, trace: Trace) -> dict[str, Array]:
@@ -294,26 +325,3 @@ def predictor_values(structure: Structure, trace: Trace) -> dict[str, Array]:
         for site in structure.observed
         for k in site.latents
     }
-
-
-def nodes_of(
-    site: Observed, means: dict[str, Array], key: Array
-) -> tuple[dict[str, Array], Array]:
-    """Return standard normal nodes for the processes a site depends on, and their
-    weights: Gauss-Hermite if each datum depends on one process, otherwise draws.
-
-    :param site: the site.
-    :param means: means of function values, for shapes and dtype.
-    :param key: seed of the draws.
-    """
-    reached = {k: means[k] for k in site.processes}
-    dtype = jnp.result_type(*reached.values())
-    if site.route is Route.GAUSS_HERMITE:
-        nodes, weights = gauss_hermite(NUM_NODES, dtype)
-        return {k: nodes for k in reached}, weights
-    keys = random.split(key, len(reached))
-    draws = {
-        k: random.normal(key, (NUM_NODES, *m.shape), dtype)
-        for key, (k, m) in zip(keys, reached.items(), strict=True)
-    }
-    return draws, jnp.full((NUM_NODES,), 1 / NUM_NODES, dtype)

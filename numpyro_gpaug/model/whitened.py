@@ -20,7 +20,6 @@ from numpyro_gpaug.likelihoods.augmentation import lookup_augmentation
 from numpyro_gpaug.likelihoods.expectations import (
     Expectation,
     base_distribution,
-    lookup_correlated,
     lookup_expectation,
 )
 from numpyro_gpaug.model.correlated_data import (
@@ -29,9 +28,9 @@ from numpyro_gpaug.model.correlated_data import (
     mean_of,
 )
 from numpyro_gpaug.model.domains import bounded
+from numpyro_gpaug.model.expectation import Likelihood
 from numpyro_gpaug.model.gaussians import field, whitening
 from numpyro_gpaug.model.observations import check_shape
-from numpyro_gpaug.model.predictors import Likelihood
 from numpyro_gpaug.model.structure import Trace
 
 
@@ -187,10 +186,8 @@ def parts_of(
 
 
 def registered_latents(cls: type) -> tuple[str, ...]:
-    """Return the parameters that may carry latents, for a registered likelihood; none
-    for others."""
-    if several := lookup_correlated(cls):
-        return (several.latent,)
+    """Return the parameters that may carry latents, for a likelihood with a registered
+    expectation or augmentation; none for others."""
     found = lookup_expectation(cls) or lookup_augmentation(cls)
     return found.latents if found else ()
 

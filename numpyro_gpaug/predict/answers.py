@@ -27,12 +27,12 @@ from numpyro_gpaug.likelihoods.expectations import (
     through_wrappers,
 )
 from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.expectation import of_site
 from numpyro_gpaug.model.inspect import structure_at
 from numpyro_gpaug.model.joint_predictive import JointPredictiveView
 from numpyro_gpaug.model.latents import JOINT, Structure
 from numpyro_gpaug.model.left_out import LeftOut
 from numpyro_gpaug.model.observations import check_shape
-from numpyro_gpaug.model.predictors import of_site
 from numpyro_gpaug.model.structure import Observed, Trace, run_model
 from numpyro_gpaug.model.view import ModelView
 from numpyro_gpaug.model.whitened import whitened

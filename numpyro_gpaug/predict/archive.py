@@ -368,16 +368,3 @@ class Parts(NamedTuple):
         found = replace(found, dtype=blocks[0].dtype)
         form = STRUCTURES[self.form].of_record(self.record)
         return found.in_form(form, self.groupings)
-
-
-def migrated(structure: dict[str, Any]) -> dict[str, Any]:
-    """Return a saved structure in today's fields. Up to version 0.1 its groupings were
-    in a field ``arrow``."""
-    kept = dict(structure)
-    if "arrow" in kept:
-        arrow, chains = kept.pop("arrow"), kept.pop("chains")
-        if arrow is not None:
-            form = "chain" if chains else "groups"
-            groupings = [arrow["groups"], *arrow["others"]]
-            kept |= {"form": form, "groupings": groupings, "recurrences": chains}
-    return kept

@@ -29,7 +29,6 @@ from numpyro_gpaug.predict.archive import (
     check_whole,
     describe,
     leaves_apart,
-    migrated,
     moments_of,
     pack,
     unpack,
@@ -126,7 +125,6 @@ def read_fit(
         with enable_x64(True):  # as they were saved
             arrays = {k: jnp.asarray(x) for k, x in contents.arrays.items()}
         parts = {k: unpack(x, arrays) for k, x in contents.header.items()}
-        parts["structure"] = migrated(parts["structure"])
         found: _Header = typed(parts, _Header, "header")
         structure = found.structure.structure
         joint = structure.joint

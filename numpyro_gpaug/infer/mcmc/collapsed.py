@@ -18,8 +18,11 @@ from numpyro.util import is_prng_key
 
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.gaussians.base import GaussianFactors
-from numpyro_gpaug.infer.mcmc.auxiliaries import Auxiliaries, needs_auxiliaries
-from numpyro_gpaug.infer.mcmc.gibbs import AugmentedGaussian
+from numpyro_gpaug.infer.mcmc.gibbs import (
+    AugmentedGaussian,
+    Auxiliaries,
+    needs_auxiliaries,
+)
 from numpyro_gpaug.infer.mcmc.parts import Values
 from numpyro_gpaug.likelihoods.expectations import Route, base_distribution
 from numpyro_gpaug.math.linalg import precise

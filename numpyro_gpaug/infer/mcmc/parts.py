@@ -17,7 +17,7 @@ from numpyro_gpaug.gaussians.dense import AffineMap, Prior
 from numpyro_gpaug.gp.outputs import Outputs
 from numpyro_gpaug.likelihoods.expectations import Route
 from numpyro_gpaug.model.arguments import Arguments
-from numpyro_gpaug.model.joint import JointView
+from numpyro_gpaug.model.joint import JointView, ProjectedView
 from numpyro_gpaug.model.latents import JOINT, Structure
 from numpyro_gpaug.model.structure import Observed
 
@@ -65,7 +65,7 @@ class Part(NamedTuple):
         # The key is fixed, because the initial value of a param may be random and must
         # not change.
         key = random.key(0)
-        return JointView(self.structure, model, arguments, values, key, projected=True)
+        return ProjectedView(self.structure, model, arguments, values, key)
 
     def numbers(self, z: Array, geometry: Geometry) -> Values:
         """Return numbers by site."""

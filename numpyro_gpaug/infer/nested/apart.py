@@ -109,9 +109,7 @@ def corners_of(draws: int, sizes: Layout) -> int:
 
 
 def group_of_terms(
-    terms: Callable[[np.ndarray], np.ndarray],
-    sizes: Layout,
-    rng: np.random.Generator,
+    terms: Callable[[np.ndarray], np.ndarray], sizes: Layout, rng: np.random.Generator
 ) -> np.ndarray | None:
     """Return the group on which each term of the log-density of data depends, (n,), the
     number of groups for none; ``None`` if some term depends on several. If each group

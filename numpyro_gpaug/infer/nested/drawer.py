@@ -11,12 +11,7 @@ import jax
 import numpy as np
 from jax import Array, random
 
-from numpyro_gpaug.infer.nested.apart import (
-    Apart,
-    corners_of,
-    group_of_terms,
-    may_part,
-)
+from numpyro_gpaug.infer.nested.apart import Apart, corners_of, group_of_terms, may_part
 from numpyro_gpaug.infer.nested.bound import Start
 from numpyro_gpaug.infer.nested.hyperparameters import Hyperparameters
 from numpyro_gpaug.infer.nested.known import KNOWN, Known
@@ -127,11 +122,7 @@ class Drawer:
     """
 
     def __init__(
-        self,
-        programs: Programs,
-        arrays: Any,
-        rng: np.random.Generator,
-        bar: Any,
+        self, programs: Programs, arrays: Any, rng: np.random.Generator, bar: Any
     ) -> None:
         self.apart: Apart | None = None
         self.shift = np.zeros(0)

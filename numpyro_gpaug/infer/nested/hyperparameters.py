@@ -108,10 +108,7 @@ class Hyperparameters:
     """
 
     def __init__(
-        self,
-        model: Callable[..., Any],
-        structure: Structure,
-        arguments: Arguments,
+        self, model: Callable[..., Any], structure: Structure, arguments: Arguments
     ) -> None:
         self._model, self._structure = model, structure
         self._static = arguments.static

@@ -44,11 +44,7 @@ class Weighted:
 
     @classmethod
     def of(
-        cls,
-        points: np.ndarray,
-        ratios: np.ndarray,
-        normalised: bool,
-        alike: int = 1,
+        cls, points: np.ndarray, ratios: np.ndarray, normalised: bool, alike: int = 1
     ) -> Weighted:
         """Make weighted draws, of which some may have failed.
 

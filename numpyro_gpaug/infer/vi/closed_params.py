@@ -22,10 +22,9 @@ from numpyro_gpaug.likelihoods.expectations import (
 )
 from numpyro_gpaug.likelihoods.maximisers import MStep, lookup_m_step
 from numpyro_gpaug.model.arguments import Arguments
-from numpyro_gpaug.model.expectation import ExpectedLogLikelihood
+from numpyro_gpaug.model.expectation import ExpectedLogLikelihood, of_site, scaled_sum
 from numpyro_gpaug.model.jaxpr import dependence_tree
 from numpyro_gpaug.model.latents import Structure
-from numpyro_gpaug.model.predictors import of_site, scaled_sum
 from numpyro_gpaug.model.structure import Trace, run_model
 
 # Stands for all parameters of a likelihood whose expectation has no closed form.
@@ -134,17 +133,20 @@ def closed_params(
     )
 
 
-def _parts(trace: Trace, structure: Structure) -> dict[str, Any]:
-    """Return parameters by "site/name", and everything else that may depend on a
-    param."""
+def _parts(
+    trace: Trace, structure: Structure, classes: dict[str, type]
+) -> dict[str, Any]:
+    """Return parameters by "site/name", and everything else that may depend on a param.
+    Classes of likelihoods are added to ``classes``."""
     parameters: dict[str, Any] = {}
     rest: list[Any] = []
     for site in structure.observed:
         fn = trace[site.name]["fn"]
+        base = base_distribution(fn)
+        classes[site.name] = type(base)
         if site.route is not Route.CLOSED_FORM:
             parameters[f"{site.name}/{_DENSITY}"] = jax.tree.leaves(fn)
             continue
-        base = base_distribution(fn)
         for k in (*base.arg_constraints, "family_parameters"):
             if k in vars(base):
                 parameters[f"{site.name}/{k}"] = vars(base)[k]
@@ -168,10 +170,7 @@ def _proved(
     classes: dict[str, type] = {}
 
     def parts(given: dict[str, Any]) -> dict[str, Any]:
-        trace = run(given)
-        for site in structure.observed:
-            classes[site.name] = type(base_distribution(trace[site.name]["fn"]))
-        return _parts(trace, structure)
+        return _parts(run(given), structure, classes)
 
     key, affine = _only_parameter(name, dependence_tree(parts, {name: value}))
     site, parameter = key.rsplit("/", 1)

@@ -20,10 +20,10 @@ from numpyro_gpaug.guides.function_posterior import Fit, InducingPosterior
 from numpyro_gpaug.guides.sparse_gp import moments_of, with_latent_axis
 from numpyro_gpaug.math.linalg import precise
 from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.expectation import scaled_sum
 from numpyro_gpaug.model.inspect import inspect_model
 from numpyro_gpaug.model.latents import Structure
 from numpyro_gpaug.model.observations import check_observed
-from numpyro_gpaug.model.predictors import scaled_sum
 from numpyro_gpaug.model.structure import Block, Trace, flat_functions, run_model
 from numpyro_gpaug.model.view import ModelView
 

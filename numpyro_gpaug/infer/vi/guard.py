@@ -51,10 +51,7 @@ class Guard:
         self.restored: tuple[tuple[int, int], ...] = ()
 
     def __call__(
-        self,
-        state: ConjugateState,
-        progress: Progress,
-        recent: np.ndarray,
+        self, state: ConjugateState, progress: Progress, recent: np.ndarray
     ) -> ConjugateState:
         """Return the state to continue from, in most cases the given one.
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, Self, TypeGuard
 
@@ -25,6 +25,7 @@ from numpyro_gpaug.gaussians.blocks import AffineBlocks
 from numpyro_gpaug.gaussians.chain import ChainPrior
 from numpyro_gpaug.gaussians.pairs import PairedMap
 from numpyro_gpaug.infer.vi.differentiation import split_floats
+from numpyro_gpaug.math.arrays import STATIC
 from numpyro_gpaug.math.competition import edge_roots, laplacian_product
 from numpyro_gpaug.math.conjugate_gradients import conjugate_gradients
 
@@ -102,19 +103,7 @@ class Place(NamedTuple):
     slopes: Array
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=(
-        "maps",
-        "priors",
-        "scales",
-        "latents",
-        "likelihood",
-        "constant",
-        "unreached",
-    ),  # fmt: skip
-    meta_fields=("coupled", "learns"),
-)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LatentGaussian:
     """The problem that closed-form updates solve: a model at fixed hyperparameters.
@@ -137,11 +126,11 @@ class LatentGaussian:
     priors: Mapping[str, GaussianPrior]
     scales: dict[str, Any]
     latents: dict[str, Array | None]
-    coupled: tuple[str, ...]
+    coupled: tuple[str, ...] = field(metadata=STATIC)
     likelihood: Callable[..., Array]
     constant: Array | float
     unreached: dict[str, Array]
-    learns: bool = False
+    learns: bool = field(default=False, metadata=STATIC)
     # Updates are loops of the compiled program. If every evaluation reads data, they
     # are Python loops (passes.py).
     loops: ClassVar[Any] = lax

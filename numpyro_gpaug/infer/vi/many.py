@@ -73,7 +73,6 @@ def fit_lanes(
     guide: ConjugateGuide,
     arrays: tuple[Array, ...],
     key: Array,
-    natural: Any,
     num_steps: Array,
     tol: Array,
     *,
@@ -90,7 +89,6 @@ def fit_lanes(
     :param guide: its guide, set up.
     :param arrays: array arguments of the model.
     :param key: random key of every fit.
-    :param natural: natural parameters at which the guide starts.
     :param num_steps: the number of steps, at most.
     :param tol: see :meth:`~numpyro_gpaug.ConjugateSVI.run_many`.
     :param plan: the plan of the fits.
@@ -101,9 +99,7 @@ def fit_lanes(
     """
 
     def start(arrays: Any, given: Any) -> Any:
-        found = initial_state(
-            settings, model, guide, arrays, key, given, natural, static
-        )
+        found = initial_state(settings, model, guide, arrays, key, given, static)
         return quasi_newton.within(found[0], num_steps), *found[1:]
 
     def one(arrays: Any) -> Fit:

@@ -237,9 +237,8 @@ class Programs:
             check_given(values, self._declared(given, key), self._guide.structure)
         with on_mesh(arguments.mesh):
             state, params, seen, valid = self.begin(
-                arguments.arrays, key, values, self._guide.initial_natural(values),
-                static=arguments.static, batch=batch,
-            )  # fmt: skip
+                arguments.arrays, key, values, static=arguments.static, batch=batch
+            )
         if seen is not None:
             seen.check()
         check_start(self._model, self._guide, given, params, valid, values)
@@ -248,9 +247,8 @@ class Programs:
 
     def _declared(self, arguments: Arguments, key: Array) -> dict[str, Any]:
         """Return the shapes of the params that model and guide declare."""
-        natural = self._guide.initial_natural({})
         begun = self.begin.plain.eval_shape(
-            arguments.arrays, key, {}, natural, static=arguments.static, batch=None
+            arguments.arrays, key, {}, static=arguments.static, batch=None
         )
         return begun[1]
 
@@ -269,7 +267,6 @@ class Programs:
         :param took: called with the number of responses after each block.
         """
         plan, arguments = self._plan_of_each(key, responses)
-        natural = self._guide.initial_natural({})
         devices = 1 if self._mesh is None else self._mesh.shape[ROWS]
         size = devices * lanes(plan, arguments, responses.number)
         predictor = predictor_for(self._guide, self._model, plan.structure)
@@ -282,7 +279,7 @@ class Programs:
         @one_thread
         def fitted(places: np.ndarray) -> Fit:
             arrays = responses.arrays(places)
-            return self.lanes(arrays, key, natural, steps, rise, **options)
+            return self.lanes(arrays, key, steps, rise, **options)
 
         with threads_for(plan.structure.largest):
             fits: Fit = in_blocks(fitted, responses.number, size, took)
@@ -309,11 +306,10 @@ class Programs:
                 failure = error
         else:
             raise failure
-        natural = self._guide.initial_natural({})
 
         def params() -> Any:
             static = arguments.static
-            return self.begin(arguments.arrays, key, {}, natural, static=static)[1]
+            return self.begin(arguments.arrays, key, {}, static=static)[1]
 
         plan = self.plan(arguments, params)
         if plan.noisy:

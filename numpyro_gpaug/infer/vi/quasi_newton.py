@@ -36,12 +36,7 @@ from numpyro_gpaug.infer.vi.differentiation import raveled
 from numpyro_gpaug.infer.vi.first_order import Ascent
 from numpyro_gpaug.infer.vi.latent_gaussian import Natural, relative_rounding
 from numpyro_gpaug.infer.vi.lbfgs import Memory
-from numpyro_gpaug.infer.vi.state import (
-    ConjugateState,
-    Hyper,
-    flagged,
-    unknown_bound,
-)
+from numpyro_gpaug.infer.vi.state import ConjugateState, Hyper, flagged, unknown_bound
 from numpyro_gpaug.math.compiling import few
 from numpyro_gpaug.model.latents import Structure
 

@@ -46,7 +46,6 @@ def initial_state(
     arrays: tuple[Array, ...],
     key: Array,
     given: dict[str, Any],
-    natural: Natural,
     static: Any,
     batch: Batch | None = None,
 ) -> tuple[ConjugateState, dict[str, Any], Codes | None, dict[tuple[str, str], Array]]:
@@ -60,7 +59,6 @@ def initial_state(
     :param arrays: array arguments of the model.
     :param key: random key.
     :param given: constrained values to start from instead, by param name.
-    :param natural: natural parameters at which the guide starts.
     :param static: the model's other arguments.
     :param batch: the numbers of rows, if the arguments are a batch.
     """
@@ -85,7 +83,7 @@ def initial_state(
     view = guide.view(structure, model, arguments, {**params, **drawn}, model_key)
     # A batch is checked without padding.
     seen = guide.seen(view) if batch is None else None
-    natural = latents_apart(guide.start_at(natural, given, view))
+    natural = latents_apart(guide.start_at(given, trace, view))
     state = _state(settings, structure, guide, params, natural, key)
     state = state._replace(epochs=first_epochs(structure, passed))
     return state, params, seen, valid_observations(trace)

@@ -10,13 +10,14 @@ import jax.numpy as jnp
 
 from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.gaussians.dense import Moments, NaturalGaussian, Prior
-from numpyro_gpaug.guides.continued import ContinuedGP
-from numpyro_gpaug.guides.tracked import TrackedGP
+from numpyro_gpaug.guides.continued import ContinuedGP, TrackedGP
 from numpyro_gpaug.infer.vi.conjugate import ConjugateSVI
 from numpyro_gpaug.infer.vi.moving import InducingMoves
 from numpyro_gpaug.infer.vi.plan import is_optax
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.signatures import argument_names
+from numpyro_gpaug.model.structure import Block, flat_functions, run_model
+from numpyro_gpaug.model.view import prior_of
 from numpyro_gpaug.predict.mixture import Fitted
 from numpyro_gpaug.predict.posterior import Posterior
 from numpyro_gpaug.predict.predictor import predictor_for
@@ -136,7 +137,6 @@ class Stream:
             self._optim = _of_what_has_gradients(optim)
         self.losses: list[float] = []
         self._moves = InducingMoves(posterior.model)
-        self._blended: Any = one_thread(jax.jit(_blended))
         self._begin(posterior.model)
 
     def _begin(self, model: Any) -> None:
@@ -144,6 +144,8 @@ class Stream:
         self._guide = self._guide_of(model)
         self._svi = ConjugateSVI(model, self._guide, self._optim)
         self._moments: Any = one_thread(jax.jit(self._guide.moments))
+        blended = jax.jit(self._blended, static_argnames="static")
+        self._towards_prior: Any = one_thread(blended)
 
     def update(self, *args: Any, **kwargs: Any) -> Posterior:
         """Learn from a batch.
@@ -203,9 +205,10 @@ class Stream:
         known, moments = posterior.arguments, posterior.moments
         old = self._moves.changed(args, kwargs, known.kwargs, values)
         if self.forgetting < 1:
-            # Only for weights: changes of inducing inputs do not matter for these.
-            priors = self._guide.setup(*args, **kwargs).priors
-            moments = self._blended(moments, priors, self.forgetting)
+            arguments = Arguments.split(args, kwargs)
+            self._guide.setup(*args, **kwargs)
+            given = arguments.arrays, values, moments
+            moments = self._towards_prior(*given, static=arguments.static)
         if not old:
             return posterior, moments, 0.0
         before = Arguments.split(args, {**kwargs, **old})
@@ -229,6 +232,29 @@ class Stream:
             guide = self._guide.setup(*args, **kwargs)
         return guide
 
+    def _blended(
+        self, arrays: Any, values: Any, moments: dict[str, Moments], static: Any
+    ) -> dict[str, Moments]:
+        """Return ``q^g p^(1 - g)`` for every block, with the forgetting factor g.
+        Priors of processes are standard normal, wherever inducing inputs are."""
+        guide, share = self._guide, self.forgetting
+        flat, key = flat_functions(guide.model), jax.random.key(0)
+        trace = run_model(flat, Arguments(arrays, static), key, values)
+
+        def of_block(q: Moments, block: Block) -> Moments:
+            prior = Prior(jnp.zeros_like(q.mean), jnp.ones_like(q.mean))
+            if not block.is_process:
+                prior = prior_of(block, trace)
+            root = q.precision_root()
+            precision = root @ root.mT
+            potential = jnp.einsum("...ij,...j->...i", precision, q.mean)
+            pairs = zip((potential, precision), prior.natural, strict=True)
+            blended = (share * x + (1 - share) * p for x, p in pairs)
+            return NaturalGaussian(*blended).moments()
+
+        blocks = guide.structure.blocks
+        return {block.name: of_block(moments[block.name], block) for block in blocks}
+
 
 def _of_what_has_gradients(optim: optax.GradientTransformation) -> Any:
     """Restrict a transformation to params that have gradients. Whatever else it does
@@ -242,22 +268,3 @@ def _of_what_has_gradients(optim: optax.GradientTransformation) -> Any:
         return held, state
 
     return optim._replace(update=update)
-
-
-def _blended(
-    moments: dict[str, Moments], priors: dict[str, Prior], share: Any
-) -> dict[str, Moments]:
-    """Return ``q^share p^(1 - share)`` for every block; priors are standard normal
-    unless given."""
-
-    def of_block(q: Moments, prior: Prior | None) -> Moments:
-        if prior is None:
-            prior = Prior(jnp.zeros_like(q.mean), jnp.ones_like(q.mean))
-        root = q.precision_root()
-        precision = root @ root.mT
-        potential = jnp.einsum("...ij,...j->...i", precision, q.mean)
-        pairs = zip((potential, precision), prior.natural, strict=True)
-        blended = (share * x + (1 - share) * p for x, p in pairs)
-        return NaturalGaussian(*blended).moments()
-
-    return {name: of_block(q, priors.get(name)) for name, q in moments.items()}

@@ -260,14 +260,11 @@ def _bures(K: Array, R: Array, floor: Array) -> Array:
     """
     A, inverse_A = _root(lax.stop_gradient(K), floor)
     B, inverse_B = _root(lax.stop_gradient(R), floor)
-    left, _, right = one_by_one(jnp.linalg.svd)(_transposed(B) @ A)
+    left, _, right = one_by_one(jnp.linalg.svd)(B.mT @ A)
     turn = left @ right
     value = jnp.square(A - B @ turn).sum((-2, -1))
     # The derivative with respect to U vanishes at a minimum.
-    for matrix, there in (
-        (K, B @ turn @ inverse_A),
-        (R, A @ _transposed(turn) @ inverse_B),
-    ):
+    for matrix, there in ((K, B @ turn @ inverse_A), (R, A @ turn.mT @ inverse_B)):
         slope = jnp.eye(K.shape[-1], dtype=K.dtype) - there
         value = value + (slope * (matrix - lax.stop_gradient(matrix))).sum((-2, -1))
     return value
@@ -280,12 +277,8 @@ def _root(covariance: Array, floor: Array) -> tuple[Array, Array]:
     roots = jnp.sqrt(jnp.maximum(values, 0) + floor[..., None])
     positive = roots > 0
     inverse = jnp.where(positive, 1 / jnp.where(positive, roots, 1), 0)
-    return vectors * roots[..., None, :], inverse[..., None] * _transposed(vectors)
+    return vectors * roots[..., None, :], inverse[..., None] * vectors.mT
 
 
 def _mean_variance(covariance: Array) -> Array:
     return jnp.diagonal(covariance, axis1=-2, axis2=-1).mean(-1)
-
-
-def _transposed(matrix: Array) -> Array:
-    return jnp.swapaxes(matrix, -1, -2)
