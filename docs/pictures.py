@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,8 @@ def landing_page() -> None:
     page = (ROOT / "docs" / "index.md").read_text()
     cells = re.findall(r"```\{code-cell\}[^\n]*\n(?::[^\n]*\n)*(.*?)```", page, re.S)
     scope: dict[str, Any] = {}
-    exec("".join(cells), scope)
+    with chdir(ROOT / "docs"):  # where the page reads its data from
+        exec("".join(cells), scope)
     with tempfile.NamedTemporaryFile(suffix=".png") as drawn:
         plt.gcf().set_size_inches(8, 2.1)
         plt.savefig(drawn.name, dpi=150)

@@ -29,7 +29,7 @@ REDUCED = {
     "function_space_images": ["--data", "images.npz", "--width", "8", *FEW],
     "heteroscedastic": ["--num", "40", "--steps", "2"],
     "learned_link": ["--data", "binary.npz", *FEW],
-    "mixed_model": ["--draws", "20", "--steps", "2"],
+    "mixed_model": ["--draws", "20", "--points", "64"],
     "multiclass": ["--data", "classes.npz", *FEW],
     "multilabel": ["--epochs", "2", "--rank", "8", "--latents", "2", *FEW],
 }
