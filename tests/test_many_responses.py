@@ -198,6 +198,27 @@ def test_minibatches_are_refused() -> None:
         fitter(drawn, optim=None).run_many(KEY, 5, x, y, over="y", progress_bar=False)
 
 
+def test_a_plate_of_separate_models_names_run_many() -> None:
+    def outer(y):
+        with numpyro.plate("genes", y.shape[1], dim=-1):
+            tau = numpyro.sample("tau", dist.Gamma(2.0, 2.0))
+            level = numpyro.sample("level", dist.Normal(0.0, tau))
+            with numpyro.plate("cells", len(y), dim=-2):
+                numpyro.sample("y", dist.Poisson(jnp.exp(level)), obs=y)
+
+    def shared(y):
+        with numpyro.plate("genes", y.shape[1], dim=-1):
+            level = numpyro.sample("level", dist.Normal(0.0, 1.0))
+            with numpyro.plate("cells", len(y), dim=-2):
+                numpyro.sample("y", dist.Poisson(jnp.exp(level)), obs=y)
+
+    y = np.ones((2, 32), int)
+    with pytest.warns(UserWarning, match="32 members of the plate 'genes'.*run_many"):
+        gpaug.AutoLatentGaussian(outer).setup(y)
+    gpaug.AutoLatentGaussian(outer).setup(y[:, :31])
+    gpaug.AutoLatentGaussian(shared).setup(y)
+
+
 def test_stacked_distributions_are_each_of_them() -> None:
     loc, scale = jnp.arange(6.0).reshape(2, 3), jnp.ones((2, 3))
     stacked = Stacked(jax.vmap(dist.Normal)(loc, scale))

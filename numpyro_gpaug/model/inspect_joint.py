@@ -46,6 +46,8 @@ from numpyro_gpaug.model.whitened import (
 
 # Why a site is held that is multiplied by another, say.
 IN_DENSITY = "in the density"
+# Members of a plate with a model of their own, from which on joint fits are slow.
+MANY_MEMBERS = 32
 _SEVERAL = "several function values"
 _OTHER_DERIVATIVE = " has a custom derivative, which is not that of its values"
 
@@ -291,6 +293,7 @@ def read_joint(
     """
     survey = Survey(model, arguments)
     survey.refuse(survey.latent)
+    _warn_of_members(survey)
     size = sum(prod(own.shape) for own in survey.fields.values())
     if purpose.fields and survey.observed and size >= FEWEST_NODES:
         _warn_of_rounding(survey)
@@ -303,6 +306,24 @@ def read_joint(
     found = _read(survey, purpose, ())
     assert found is not None
     return found
+
+
+def _warn_of_members(survey: Survey) -> None:
+    """Warn about a plate of many members that have models of their own, with
+    hyperparameters and rows of their own."""
+    hyper = set(survey.latent) - {site.name for site in survey.candidates}
+    sites = [survey.inside[name] for name in (*survey.latent, *survey.observed)]
+    nested = all(len(survey.inside[name]) > 1 for name in survey.observed)
+    if not (hyper and survey.observed and nested):
+        return
+    for name in set.intersection(*sites):
+        if (size := survey.plates[name].size) >= MANY_MEMBERS:
+            warnings.warn(
+                f"the {size} members of the plate {name!r} share no latents, and are "
+                "fitted together. Write the model of one member, and fit it to all by "
+                "ConjugateSVI.run_many(..., over=...), which is much faster",
+                stacklevel=2,
+            )
 
 
 def _warn_of_rounding(survey: Survey) -> None:
