@@ -441,6 +441,26 @@ def test_the_summary_says_what_was_done(of_counts, capsys):
     assert "exact posterior" in " ".join(repr(of_counts).split())
 
 
+@pytest.mark.filterwarnings("ignore:k-hat")
+def test_a_sparse_process_is_named(of_counts, capsys):
+    """Draws of a process with few inducing inputs neglect its residual, and the report
+    says so."""
+
+    def model(x, y=None, *, inducing):
+        kernel = gpaug.kernels.Matern52(numpyro.sample("s", dist.LogNormal(0, 0.5)), 1)
+        f = gpaug.GaussianProcess("f", kernel, inducing)(x)
+        with numpyro.plate("data", len(x)):
+            numpyro.sample("y", dist.Poisson(jnp.exp(f)), obs=y)
+
+    x = np.linspace(0, 3, 9)
+    nested = gpaug.NestedVI(model, num_points=32, num_draws=2, progress_bar=False)
+    nested.run(jax.random.key(0), x, np.arange(9) % 3, inducing=x[::3])
+    nested.print_summary()
+    for text in (repr(nested), capsys.readouterr().out):
+        assert "3 inducing values determine 9 values of f" in text
+    assert "inducing" not in repr(of_counts)
+
+
 def test_draws_go_to_arviz(of_counts):
     tree = gpaug.diagnostics.to_datatree(jax.random.key(0), of_counts)
     assert tree["posterior"]["a"].shape == (1, 1000, G)

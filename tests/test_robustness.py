@@ -127,7 +127,11 @@ def spoilt(value, row=3):
         ({"X": spoilt(1e36)}, ValueError, r"X .* 1 entries of .* squares are not fin"),
         ({"y": np.full(20, np.nan)}, ValueError, r"'y'.* \(20,\) take values 20 NaN"),
         ({"y": np.array([-1, 1] * 10)}, ValueError, r"\(y \+ 1\) // 2"),
-        ({"y": np.array([0, 2] * 10)}, ValueError, "outside the support"),
+        (
+            {"y": np.array([0, 2] * 10)},
+            ValueError,
+            r"values \[2\], outside the support",
+        ),
         ({"y": np.array(["a", "b"] * 10)}, ValueError, "y .*Encode labels"),
         ({"y": np.array(["a", "b"] * 10, object)}, ValueError, "y .*Encode labels"),
         (

@@ -148,9 +148,11 @@ class JointPredictiveView(JointView):
             if dependence.nonlinear:
                 raise NotConjugateError(
                     f"{name!r} is not affine in {source!r} "
-                    f"({dependence.nonlinear}). Draw from it with "
-                    "numpyro.infer.Predictive(model, guide=guide, "
-                    "params=fit.params, num_samples=...)"
+                    f"({dependence.nonlinear}), so that its posterior is not "
+                    "Gaussian. Name its predictor, numpyro.deterministic('eta', ...), "
+                    "draw it, sample(key, ..., site='eta', sample_shape=(1000,)), and "
+                    "transform the draws; average(..., of=function) averages "
+                    "functions of the likelihood"
                 )
         return self._affine([variable])
 

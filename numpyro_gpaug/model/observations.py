@@ -309,7 +309,9 @@ def invalid_error(name: str, parameter: str, site: dict[str, Any]) -> ValueError
             f"takes values {np.unique(value)[:5]}, which do not satisfy {wanted}"
         )
     value = of_this_process(site["value"])
-    hint, shown = "", str(np.unique(value)[:5])
+    inside = np.asarray(base.support(value))
+    wrong = value[~inside] if inside.shape == value.shape else value
+    hint, shown = "", str(np.unique(wrong)[:5])
     if np.isnan(value).any():
         shown = f"{np.isnan(value).sum()} NaN"
         hint = (

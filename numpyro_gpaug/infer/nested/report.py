@@ -63,6 +63,21 @@ def certificate(run: Any) -> str:
     return f"{what}. Draws and evidence are NOT those of the exact posterior"
 
 
+def _sparse(structure: Any) -> str:
+    """Describe the processes with fewer inducing values than function values."""
+    sizes = {site.name: site.value_shape[-1] for site in structure.sites if site.shape}
+    found = {
+        name: (sizes[f"{name}.v"], structure.functions[name].shape[0])
+        for name in structure.process_names
+        if f"{name}.v" in sizes and name in structure.functions
+    }
+    return ", ".join(
+        f"{m} inducing values determine {n} values of {name}"
+        for name, (m, n) in found.items()
+        if m < n
+    )
+
+
 def overview(run: Any) -> list[tuple[str, str]]:
     """Return the run as rows of a table.
 
@@ -79,6 +94,8 @@ def overview(run: Any) -> list[tuple[str, str]]:
         ("latents", latents),
         ("draws", f"{num} x {draws}, effective sample size {worth:.0f}"),
     ]
+    if sparse := _sparse(structure):
+        rows.append(("sparse", sparse))
     # The first line is as short as its important words.
     first, *rest = wrap(certificate(run), 72)
     rows += [("certificate", first), *(("", line) for line in rest)]
@@ -109,6 +126,8 @@ def lines(run: Any) -> str:
         f"and {run.independence * weighted.effective_size:.0f} (draws)",
         certificate(run),
     ]
+    if sparse := _sparse(run.programs.structure):
+        said.append(f"in this model {sparse}; the residual is neglected")
     if weighted.normalised:
         said.append(
             f"log evidence {weighted.log_evidence:.3f}, standard error "
