@@ -93,7 +93,7 @@ class Calibration(Displayed):
         return tree_of({"prior_sbc": {k: x[None] for k, x in self.positions.items()}})
 
     def curves(self) -> dict[str, np.ndarray]:
-        """Return the empirical distribution functions at :data:`EDGES` by site,
+        """Return the empirical distribution functions at the edges by site,
         (entries, edges), minus those of uniform positions."""
         found = {}
         for name, values in self.positions.items():
@@ -276,7 +276,7 @@ def _null(number: int) -> np.ndarray:
 
 def _smallest(counts: np.ndarray, number: int) -> np.ndarray:
     """Return the smallest binomial tail probability of numbers of positions below
-    :data:`EDGES`, (..., edges)."""
+    the edges, (..., edges)."""
     from scipy.stats import binom  # takes half a second to import
 
     below = binom.cdf(counts, number, EDGES)
