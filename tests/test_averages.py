@@ -12,6 +12,7 @@ import pytest
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.predict.averaging import over_rows
+from tests.conftest import slow
 
 KEY = jax.random.key(0)
 RNG = np.random.default_rng(5)
@@ -126,7 +127,7 @@ def process(t, y=None, *, markov, inducing=None):
     ("guide", "markov"),
     [
         (gpaug.AutoLatentGaussian, False),
-        (gpaug.AutoLatentGaussian, True),
+        slow(gpaug.AutoLatentGaussian, True),
         (gpaug.AutoSparseGP, False),
     ],
 )

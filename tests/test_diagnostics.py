@@ -12,6 +12,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+import xarray
 from jax import random
 from numpyro.infer.svi import SVIRunResult
 from scipy import stats
@@ -20,7 +21,7 @@ from sklearn.metrics import brier_score_loss
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug import diagnostics
-from numpyro_gpaug.diagnostics._arviz import part_of_arviz
+from numpyro_gpaug.diagnostics._arviz import part_of_arviz, tree_of
 from tests.models import gram
 
 NOISE = 0.7
@@ -139,6 +140,26 @@ def test_tree_has_the_groups_dims_and_values_of_arviz(exact):
     np.testing.assert_allclose(summary["mean"], mean, atol=0.03)
     replicated = tree["posterior_predictive"]["y"].values
     np.testing.assert_allclose(replicated.mean((0, 1)), mean, atol=0.05)
+
+
+@pytest.mark.parametrize("suffix", ["nc", "zarr"])
+def test_trees_are_written_and_read(suffix, tmp_path) -> None:
+    pytest.importorskip({"nc": "h5netcdf", "zarr": "zarr"}[suffix])
+    draws = np.random.default_rng(0).normal(size=(1, 100, 6))
+    groups = {
+        "posterior": {"in/side": draws, "tau": draws[..., 0].astype("float32")},
+        "log_likelihood": {"y": -draws},
+        "observed_data": {"y": np.arange(6)},
+    }
+    tree, path = tree_of(groups, {"y": ["data"]}), tmp_path / f"tree.{suffix}"
+    if suffix == "nc":
+        tree.to_netcdf(path)
+    else:
+        tree.to_zarr(path, consolidated=False)
+    how = {} if suffix == "nc" else {"engine": "zarr", "consolidated": False}
+    with xarray.open_datatree(path, **how) as found:
+        assert found.identical(tree)
+        assert diagnostics.loo(found).elpd == diagnostics.loo(tree).elpd
 
 
 @pytest.mark.parametrize("model", [regression, classification])

@@ -359,7 +359,7 @@ def positional(X, y=None, inducing=None):
          (np.asarray(X, "float16"), Y)),
         (ValueError, r'X has .*dtype >f4: pass X.astype', (X.astype(">f4"), Y)),
         (ValueError, r'X has .*dtype [<>]f1[26]: pass X', (X.astype("longdouble"), Y)),
-        (ValueError, r"X has .*datetime64.*expected numbers",
+        (TypeError, "X contains dates. Pass numbers, such as days",
          (np.full((16, 2), np.datetime64("2020-01-01")), Y)),
         (ValueError, r"y has .*integers up to 5000000000, which JAX",
          (X, 5_000_000_000 * Y.astype("int64"))),

@@ -19,6 +19,7 @@ from numpyro_gpaug.guides.function_space import AutoFunctionSpaceGP
 from numpyro_gpaug.infer import NestedVI
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.closures import watched
+from numpyro_gpaug.model.columns import Columns
 
 if TYPE_CHECKING:
     from xarray import DataTree
@@ -85,10 +86,11 @@ def to_datatree(
     :param num_samples: number of draws, at least 2.
     :param losses: losses of the fit.
     :param kwargs: the model's keyword arguments.
-    :return: a :class:`xarray.DataTree`. ``arviz_base`` and ``arviz_stats``, which are
-        installed with the package, read it on every Python version. ``import arviz``,
-        with its plots, works from Python 3.12 on, because only arviz 1.0 reads such
-        trees; on 3.11 use ``arviz_plots``.
+    :return: a :class:`xarray.DataTree`. ``tree.to_netcdf(path)`` writes it, with
+        h5netcdf or netCDF4, and :func:`xarray.open_datatree` reads it. ``arviz_base``
+        and ``arviz_stats``, which are installed with the package, accept it on every
+        Python version. ``import arviz``, with its plots, works from Python 3.12 on,
+        because only arviz 1.0 reads such trees; on 3.11 use ``arviz_plots``.
     :raises ValueError: for fewer than two draws.
     :raises TypeError: for an :class:`~numpyro_gpaug.AutoFunctionSpaceGP`, a model
         without guide and params, a result in place of its params, and a nested run with
@@ -124,6 +126,7 @@ def to_datatree(
     if guide is None or params is None:
         raise TypeError("pass a guide and its params, or a NestedVI after its run")
     _check(guide, params, num_samples)
+    args, kwargs, _ = Columns.read(model, args, kwargs)
     arguments = Arguments.split(args, kwargs)
     # Changes that the model itself makes do not count.
     with watched(model).running():

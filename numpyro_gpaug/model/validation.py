@@ -22,6 +22,7 @@ from numpyro_gpaug.likelihoods.expectations import base_distribution
 from numpyro_gpaug.math.sharding import total
 from numpyro_gpaug.math.sparse_terms import indefinite_node
 from numpyro_gpaug.model.arguments import Arguments, is_array
+from numpyro_gpaug.model.columns import check_dates, is_column
 from numpyro_gpaug.model.latents import Structure
 from numpyro_gpaug.model.signatures import signature_of
 from numpyro_gpaug.model.sources import Sources, sources
@@ -185,7 +186,7 @@ def _named(
 
 
 def _check_kind(name: str, value: Any, rows: int) -> None:
-    if hasattr(value, "to_numpy"):
+    if is_column(value):
         coded = hasattr(value, "dtype") and hasattr(value, "cat")
         codes = f"{name}.cat.codes" if coded else name
         raise TypeError(
@@ -227,6 +228,8 @@ def _check_array(name: str, value: Any, uses: Callable[[], Sources]) -> None:
     if 0 in shape:
         raise ValueError(f"{name} has shape {shape} and is empty")
     kind = np.dtype(value.dtype).kind if isinstance(value, np.ndarray) else "f"
+    if isinstance(value, np.ndarray):
+        check_dates(name, value)
     if kind in "OUSMmV":
         raise ValueError(
             f"{name} has shape {shape} and dtype {value.dtype}; expected numbers. "

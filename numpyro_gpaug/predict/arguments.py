@@ -13,6 +13,7 @@ from jax import Array
 
 from numpyro_gpaug.math.fingerprints import fingerprint
 from numpyro_gpaug.model.arguments import Arguments, is_array
+from numpyro_gpaug.model.columns import Columns, Labels
 from numpyro_gpaug.model.latents import Structure
 from numpyro_gpaug.model.signatures import argument_names, signature_of
 from numpyro_gpaug.model.sources import Sources
@@ -51,6 +52,9 @@ class FitArguments(NamedTuple):
         fit.
     :param ranges: ranges of the columns of arguments of floats with a row per datum, by
         name.
+    :param labels: labels of the codes of arguments that were categories, by name.
+    :param axes: by site, the argument with labels that indexes each axis; empty for
+        none.
     """
 
     kwargs: dict[str, Any]
@@ -59,6 +63,8 @@ class FitArguments(NamedTuple):
     data: tuple[tuple[Any, ...], dict[str, Any]]
     fingerprints: dict[str, int] = {}
     ranges: dict[str, tuple[Range, ...]] = {}
+    labels: Labels = {}
+    axes: dict[str, tuple[str, ...]] = {}
 
     @classmethod
     def of_fit(
@@ -137,6 +143,7 @@ class FitArguments(NamedTuple):
             latents depend, if they are known. It is called only if rows are far from
             those of the fit.
         """
+        args, kwargs, _ = Columns.read(model, args, kwargs, self.labels)
         # Observations that are not finite have no density, unless they are masked.
         check_arguments(model, args, kwargs, lambda: Sources(self.observations, (), ()))
         parameters = argument_names(model, len(args))

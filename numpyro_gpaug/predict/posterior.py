@@ -27,6 +27,7 @@ from numpyro_gpaug.math.arrays import in_dtype_of
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.calls import check_count, check_key
 from numpyro_gpaug.model.closures import Version, watched
+from numpyro_gpaug.model.columns import Labels, labelled
 from numpyro_gpaug.model.costs import MAX_DENSE
 from numpyro_gpaug.model.display import latent_rows, observed_rows
 from numpyro_gpaug.model.latents import Structure
@@ -162,6 +163,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         arguments: Arguments | None = None,
         *,
         whole: bool = True,
+        labels: Labels | None = None,
     ) -> Posterior:
         """Make a posterior; see :meth:`from_guide`.
 
@@ -175,6 +177,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         :param arguments: arguments of the fit, with added rows if programs for these
             exist.
         :param whole: whether the arguments contain all rows of the fit.
+        :param labels: labels of the codes of arguments.
         :raises ModelChangedError: if the version has changed.
         """
         double = version.doubles if version is not None else params
@@ -186,8 +189,9 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
             fitted = Fitted.of_guide(guide, params)
             predictor = predictor_for(guide, model, structure)
             return cls.of_fit(
-                predictor, fitted, structure, args, kwargs, arguments, whole=whole
-            )
+                predictor, fitted, structure, args, kwargs, arguments,
+                whole=whole, labels=labels,
+            )  # fmt: skip
 
     @classmethod
     def of_fit(
@@ -200,6 +204,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         arguments: Arguments | None = None,
         *,
         whole: bool = True,
+        labels: Labels | None = None,
     ) -> Posterior:
         """Make a posterior from the fitted quantities; see :meth:`from_guide`.
 
@@ -211,6 +216,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         :param arguments: both on the device, if they are there; possibly with added
             rows.
         :param whole: whether the arguments contain all rows of the fit.
+        :param labels: labels of the codes of arguments.
         """
         arguments = arguments or Arguments.split(args, kwargs)
         fitted = predictor.completed(arguments, fitted)
@@ -221,6 +227,9 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         )
         if not whole:  # where one batch is says nothing of the others
             given = given._replace(ranges={})
+        if labels:
+            axes = predictor.axes(arguments, fitted, labels)
+            given = given._replace(labels=labels, axes=axes)
         made = cls(predictor, fitted, given)
         known = predictor.sites(arguments, fitted)
         made._sites, made._calls.marks, made._rule_errors = known
@@ -349,15 +358,18 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
     def summary(self) -> pandas.DataFrame:
         """Return mean, standard deviation and the 5, 50 and 95% quantiles of every
         latent except whitened inducing values (:meth:`predict_f` has the process), in
-        the rows and columns that ArviZ uses. Latents that are fixed at a value have
-        only a mean.
+        the rows and columns that ArviZ uses. Members of a plate that a categorical
+        column of the fit indexes have its labels. Latents that are fixed at a value
+        have only a mean.
 
         :return: a data frame, ``summary.loc["effect[2]", "mean"]``.
         """
         sites = dict(self._sites)
         for name, normal in self.weights.items():
             sites[name] = SiteMoments(normal.mean, normal.variance)
-        return table(sites, self._fitted.points, self._fitted.members)
+        found = table(sites, self._fitted.points, self._fitted.members)
+        given = self._fit_arguments
+        return found.rename(lambda x: labelled(x, given.axes, given.labels))
 
     def print_summary(self) -> None:
         """Print the table of :meth:`summary`, all of it, to two decimals."""
@@ -499,6 +511,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         question = Question.of(
             self.model, args, kwargs, kept,
             at=at, by=by, contrast=contrast, weights=weights,
+            labels=self._fit_arguments.labels,
         )  # fmt: skip
         draws = []
         for args, kwargs in question.scenarios:

@@ -30,7 +30,9 @@ from numpyro_gpaug.math.threads import threads_for
 from numpyro_gpaug.model.affine import ROUNDING, check_groups
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.closures import Version, watched
+from numpyro_gpaug.model.columns import Labels
 from numpyro_gpaug.model.jaxpr import dependence_on_arrays
+from numpyro_gpaug.model.labels import labelled_axes
 from numpyro_gpaug.model.latents import JOINT, Structure
 from numpyro_gpaug.model.padding import Padding, family_of
 from numpyro_gpaug.model.sources import Sources, names_of_arrays, sources
@@ -321,6 +323,27 @@ class Predictor:
                 mean.reshape(block.shape), covariance.reshape(*block.shape, -1)
             )
         return found
+
+    @one_thread
+    def axes(
+        self, arguments: Arguments, fitted: Fitted, labels: Labels
+    ) -> dict[str, tuple[str, ...]]:
+        """Return, by site, the argument with labels that indexes each axis; empty for
+        an axis that none, or several, index.
+
+        :param arguments: the model's arguments.
+        :param fitted: the fitted quantities.
+        :param labels: labels by argument.
+        """
+        if not self.structure.joint:
+            return {}
+        static = arguments.static
+
+        def view(arrays: Any) -> Any:
+            return self._view(arrays, static, fitted.first)
+
+        names = names_of_arrays(self.model, *arguments.merge())
+        return labelled_axes(view, arguments.arrays, names, labels)
 
     @one_thread
     def completed(self, arguments: Arguments, fitted: Fitted) -> Fitted:

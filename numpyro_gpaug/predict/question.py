@@ -12,6 +12,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from numpyro_gpaug.model.arguments import is_array
+from numpyro_gpaug.model.columns import Columns, Labels, coded
 from numpyro_gpaug.model.signatures import argument_names
 from numpyro_gpaug.predict.averages import Averages
 
@@ -52,14 +53,17 @@ class Question(NamedTuple):
         by: ArrayLike | None,
         contrast: Contrast,
         weights: ArrayLike | None,
+        labels: Labels | None = None,
     ) -> Question:
         """Read the arguments of :meth:`Posterior.average`.
 
         :param kept: keyword arguments of the fit.
+        :param labels: labels of arguments that were categories in the fit.
         """
-        scenarios = _scenarios(model, args, kwargs, kept, at or {})
-        known = contrast is None or callable(contrast) or contrast in CONTRASTS
-        if not known:
+        args, kwargs, new = Columns.read(model, args, kwargs, labels)
+        known = {**new, **(labels or {})}
+        scenarios = _scenarios(model, args, kwargs, kept, at or {}, known)
+        if not (contrast is None or callable(contrast) or contrast in CONTRASTS):
             raise ValueError(
                 f"contrast={contrast!r}: the contrasts are 'difference', 'ratio' and "
                 "functions of two arrays"
@@ -69,19 +73,16 @@ class Question(NamedTuple):
                 "a contrast compares scenarios. Pass at={'name': [value, other]} with "
                 "at least two values of an argument"
             )
-        against = None
-        if contrast is not None:
-            named = (
-                CONTRASTS[contrast] if isinstance(contrast, str) else ("|", contrast)
-            )
-            against = named
+        against = CONTRASTS[contrast] if isinstance(contrast, str) else None
+        if callable(contrast):
+            against = "|", contrast
         groups, group = (), None
         if by is not None:
             found, group = np.unique(np.asarray(by), return_inverse=True)
             groups, group = tuple(found.tolist()), group.reshape(np.shape(by))
         heavy = None if weights is None else np.asarray(weights, float)
-        labels = _labels(at) if at else None
-        return cls(scenarios, labels, group, groups, heavy, against)
+        named_by = _labels(at) if at else None
+        return cls(scenarios, named_by, group, groups, heavy, against)
 
     @property
     def rows(self) -> dict[str, np.ndarray]:
@@ -132,10 +133,12 @@ def _scenarios(
     kwargs: dict[str, Any],
     kept: dict[str, Any],
     at: Mapping[str, Sequence[Any]],
+    labels: Labels,
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     """Return the arguments of the model in each scenario.
 
     :param at: values of changed arguments by name.
+    :param labels: labels of arguments that are categories.
     """
     places = {k: i for i, k in enumerate(argument_names(model, len(args))[: len(args)])}
     given = {**kept, **kwargs, **{k: args[i] for k, i in places.items()}}
@@ -160,7 +163,8 @@ def _scenarios(
         )
     scenarios = []
     for i in range(next(iter(counts.values()))):
-        changed = {k: _changed(k, given[k], values[i]) for k, values in at.items()}
+        each = {k: coded(k, x[i], labels.get(k)) for k, x in at.items()}
+        changed = {k: _changed(k, given[k], x) for k, x in each.items()}
         own = [changed.pop(k, args[place]) for k, place in places.items()]
         scenarios.append(((*own,), {**kwargs, **changed}))
     return scenarios

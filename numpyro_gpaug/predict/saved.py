@@ -82,13 +82,15 @@ class _Header(NamedTuple):
     function_posterior: str
     # Left out where arguments are code, which whoever loads this has to bring.
     data: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+    labels: dict[str, tuple[str, ...]] = {}
+    axes: dict[str, tuple[str, ...]] = {}
     model: Description | None = None
 
 
 def write_fit(path: str | PathLike[str], fit: SavedFit) -> None:
     """Write a fit; see :meth:`~numpyro_gpaug.Posterior.save`."""
     arrays: dict[str, np.ndarray] = {}
-    kwargs, observations, shared, data, fingerprints, ranges = fit.arguments
+    kwargs, observations, shared, data, fingerprints, ranges = fit.arguments[:6]
     values, _, members = fit.fitted
     parts = {
         "values": leaves_apart(values),
@@ -97,6 +99,8 @@ def write_fit(path: str | PathLike[str], fit: SavedFit) -> None:
         "shared": shared,
         "fingerprints": fingerprints,
         "ranges": plain(ranges),
+        "labels": fit.arguments.labels,
+        "axes": fit.arguments.axes,
         "moments": _listed(fit.predictor.moments(fit.fitted)),
         "members": members and members._asdict() | {"own": _listed(members.own)},
         "sites": {k: _arrays(m) for k, m in fit.sites.items()},
@@ -150,7 +154,7 @@ def read_fit(
             fitted,
             FitArguments(
                 found.arguments, found.observations, found.shared, found.data,
-                found.fingerprints, found.ranges,
+                found.fingerprints, found.ranges, found.labels, found.axes,
             ),
             {k: _site(*m) for k, m in found.sites.items()},
             found.marks,

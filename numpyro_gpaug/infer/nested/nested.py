@@ -9,6 +9,7 @@ from copy import copy
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from tqdm.auto import tqdm
@@ -33,8 +34,12 @@ from numpyro_gpaug.math.threads import threads_for
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.calls import check_count, check_key
 from numpyro_gpaug.model.closures import Version, watched
+from numpyro_gpaug.model.columns import Columns, Labels, labelled
+from numpyro_gpaug.model.joint import JointView
+from numpyro_gpaug.model.labels import labelled_axes
 from numpyro_gpaug.model.padding import Padding
 from numpyro_gpaug.model.responses import Responses
+from numpyro_gpaug.model.sources import names_of_arrays
 from numpyro_gpaug.model.structure import remembered
 from numpyro_gpaug.model.validation import check_arguments, check_trace
 from numpyro_gpaug.predict import Posterior
@@ -174,6 +179,7 @@ class NestedVI(Displayed):
         self._begin(self._watch.version())
         self._run: Run | None = None
         self._samples: dict[str, Array] | None = None
+        self._labels: Labels = {}
 
     def _begin(self, version: Version) -> None:
         """Discard everything that was compiled.
@@ -197,7 +203,8 @@ class NestedVI(Displayed):
         """Draw from the posterior.
 
         :param rng_key: random key.
-        :param args: the model's arguments, observations included.
+        :param args: the model's arguments, observations included; arrays, or columns of
+            tables, as for :meth:`ConjugateSVI.run <numpyro_gpaug.ConjugateSVI.run>`.
         :param init_params: constrained hyperparameters by name, all of them, at which
             the search for the mode starts; medians of their priors by default.
         :param kwargs: the model's keyword arguments.
@@ -273,6 +280,7 @@ class NestedVI(Displayed):
     ) -> None:
         """Run with the current model; see :meth:`run`."""
         check_key(rng_key)
+        args, kwargs, labels = Columns.read(self.model, args, kwargs)
         clock = Clock()
         with clock.part("reading the model"):
             check_arguments(self._bounds.model, args, kwargs)
@@ -310,7 +318,7 @@ class NestedVI(Displayed):
         if hyper.size and run.weighted.log_evidence is not None:
             loss = -float(run.weighted.log_evidence)
             warn_of_units(loss, self._bounds.model, programs.structure, args, kwargs)
-        self._run, self._samples = run, None
+        self._run, self._samples, self._labels = run, None, labels
 
     def _padded(self, args: Any, kwargs: Any) -> tuple[Arguments, CollapsedBound]:
         """Return the arguments, with added rows or without, and the bound for them."""
@@ -417,7 +425,8 @@ class NestedVI(Displayed):
         with run.programs.running():
             log_weights, values, moments = run.gaussians(num_points)
             arguments = self._run_on()
-            return mixture(run.programs, arguments, values, moments, log_weights)
+            given = run.programs, arguments, values, moments, log_weights
+            return mixture(*given, self._labels)
 
     def print_summary(self) -> None:
         """Print a table of all latents except whitened inducing values
@@ -428,8 +437,7 @@ class NestedVI(Displayed):
 
         :raises RuntimeError: before a run.
         """
-        run = self._known()
-        print(lines(run))
+        print(lines(self._known(), self._table()))
 
     def summary(self) -> Any:
         """Return the table of :meth:`print_summary`, a :class:`pandas.DataFrame`.
@@ -439,9 +447,26 @@ class NestedVI(Displayed):
         import pandas
 
         columns = ["mean", "sd", "5%", "50%", "95%", "n_eff"]
-        return pandas.DataFrame.from_dict(
-            self._known().table(), orient="index", columns=columns
-        )
+        found = self._table()
+        return pandas.DataFrame.from_dict(found, orient="index", columns=columns)
+
+    @one_thread
+    def _table(self) -> dict[str, list[float]]:
+        """Return the rows of the table, with the labels of members."""
+        run = self._known()
+        found, programs = run.table(), run.programs
+        if not self._labels:
+            return found
+
+        def view(arrays: Any) -> JointView:
+            hyper = programs.hyper
+            values, _ = hyper.values(jnp.zeros(hyper.size, hyper.dtype), arrays)
+            return programs.bound.view(values, arrays)
+
+        with programs.running():
+            names = names_of_arrays(self.model, *self._run_on().merge())
+            axes = labelled_axes(view, run.arrays, names, self._labels)
+        return {labelled(k, axes, self._labels): x for k, x in found.items()}
 
     @property
     def certified(self) -> bool:

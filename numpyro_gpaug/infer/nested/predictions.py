@@ -15,6 +15,7 @@ from numpyro_gpaug.infer.nested.hyperparameters import Hyperparameters, compiled
 from numpyro_gpaug.infer.nested.programs import Programs
 from numpyro_gpaug.math.threads import threads_for
 from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.columns import Labels
 from numpyro_gpaug.model.latents import JOINT
 from numpyro_gpaug.predict import Posterior
 from numpyro_gpaug.predict.mixture import Fitted, Members
@@ -27,6 +28,7 @@ def mixture(
     values: dict[str, Array],
     moments: Any,
     log_weights: np.ndarray | None = None,
+    labels: Labels | None = None,
 ) -> Posterior:
     """Average predictions over hyperparameters.
 
@@ -36,6 +38,7 @@ def mixture(
     :param moments: moments of the Gaussian given them, likewise.
     :param log_weights: normalised log-weights of the hyperparameters, (n,); equal by
         default.
+    :param labels: labels of the codes of arguments.
     """
     bound = programs.bound
     if log_weights is None:
@@ -48,7 +51,7 @@ def mixture(
     args, kwargs = arguments.counted().merge()
     return Posterior.of_fit(
         predictor, Fitted({}, {}, members), bound.structure, args, kwargs,
-        arguments.counting_all(),
+        arguments.counting_all(), labels=labels,
     )  # fmt: skip
 
 

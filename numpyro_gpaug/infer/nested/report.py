@@ -105,13 +105,13 @@ def overview(run: Any) -> list[tuple[str, str]]:
     return rows
 
 
-def lines(run: Any) -> str:
+def lines(run: Any, table: dict[str, list[float]]) -> str:
     """Return the whole summary.
 
     :param run: a :class:`~numpyro_gpaug.infer.nested.draws.Run`.
+    :param table: its table.
     """
     weighted = run.weighted
-    table = run.table()
     width = max([10, *map(len, table)])
     columns = "mean", "sd", "5%", "50%", "95%", "n_eff"
     rows = ["", " " * width + "".join(f"{c:>10}" for c in columns)]

@@ -48,6 +48,7 @@ from numpyro_gpaug.math.threads import threads_for
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.calls import check_key
 from numpyro_gpaug.model.closures import Version, watched
+from numpyro_gpaug.model.columns import Columns
 from numpyro_gpaug.model.responses import Responses
 from numpyro_gpaug.model.signatures import signature_of
 from numpyro_gpaug.model.validation import explain_failure
@@ -257,6 +258,7 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
             the likelihood's support.
         """
         check_key(rng_key)
+        args, kwargs, _ = Columns.read(self.model, args, kwargs)
         check_shards((args, kwargs))
         given = Given.split(self._mesh, *partitioned((args, kwargs)))
         arguments = self._programs.check(given, begins=True).on(self._mesh)
@@ -319,8 +321,10 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         :param rng_key: random key.
         :param num_steps: number of steps, at most. L-BFGS needs 20 to 90 for a dozen
             params; each step evaluates the collapsed bound.
-        :param args: the model's arguments; or :class:`~numpyro_gpaug.Batches` or
-            :class:`~numpyro_gpaug.Blocks` of them, with all other arguments by name.
+        :param args: the model's arguments, as arrays or as columns of pandas, polars or
+            Arrow tables (categories become codes, and summaries show their labels); or
+            :class:`~numpyro_gpaug.Batches` or :class:`~numpyro_gpaug.Blocks` of them,
+            with all other arguments by name.
         :param progress_bar: whether to show one.
         :param tol: stop once the bound has improved by less than ``tol`` nats. On full
             data at fixed hyperparameters, over three steps. A run also stops after a
@@ -348,6 +352,7 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         :raises CholeskyError: if the bound is not finite, naming the likely cause.
         """
         check_run(rng_key, num_steps, tol)
+        args, kwargs, labels = Columns.read(self.model, args, kwargs)
         check_shards((args, kwargs))
         run = partial(
             self._run, rng_key, num_steps, args, kwargs, progress_bar=progress_bar,
@@ -355,6 +360,7 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         )  # fmt: skip
         found = run(turns=init_state is None) or run(turns=False)
         assert found is not None
+        found.labels = labels
         return found
 
     @_of_the_model_now
@@ -544,9 +550,10 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         :raises TypeError: for params without arguments, and for a state.
         """
         version, whole = None, True
+        args, kwargs, labels = Columns.read(self.model, args, kwargs)
         if isinstance(fit, ConjugateResult) and not args and not kwargs:
             args, kwargs, params = fit.args, fit.kwargs, fit.params
-            version, whole = fit.version, fit.whole
+            version, whole, labels = fit.version, fit.whole, fit.labels
         elif isinstance(fit, dict):
             params = fit
         else:
@@ -568,7 +575,7 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         )
         return Posterior.of_guide(
             self.model, self.guide, params, args, kwargs, version,
-            arguments.counting_all(), whole=whole,
+            arguments.counting_all(), whole=whole, labels=labels,
         )  # fmt: skip
 
     def _display(self) -> tuple[str, Rows]:

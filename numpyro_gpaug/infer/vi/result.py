@@ -14,6 +14,7 @@ from numpyro_gpaug.infer.vi.resolution import LOST
 from numpyro_gpaug.infer.vi.state import ConjugateState
 from numpyro_gpaug.math.convergence import convergence
 from numpyro_gpaug.model.closures import Version
+from numpyro_gpaug.model.columns import Labels
 
 # The part of the bound that noise may hide while a run still counts as converged.
 HIDDEN = 0.01
@@ -35,6 +36,7 @@ class ConjugateResult(Displayed, SVIRunResult):
     :param stopped: whether the run ended early because the bound stopped rising.
     :param version: the version of everything the model read besides its arguments.
     :param whole: whether the arguments contain all rows of the fit, not one batch.
+    :ivar labels: labels of the codes of arguments that were categories.
     """
 
     args: tuple[Any, ...]
@@ -43,6 +45,7 @@ class ConjugateResult(Displayed, SVIRunResult):
     stopped: bool
     version: Version | None = None
     whole: bool = True
+    labels: Labels = {}
 
     def __new__(
         cls,

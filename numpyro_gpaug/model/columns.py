@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Columns of pandas, polars and Arrow tables as arguments of models: numbers, and codes
+of categories, whose labels are kept."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from numpyro_gpaug.model.signatures import argument_names
+
+# Labels of the codes of an argument, by its name.
+Labels = dict[str, tuple[str, ...]]
+
+_DAYS = "(({0} - {0}.min()) / numpy.timedelta64(1, 'D')).astype('float32')"
+_DATES = (
+    "{0} contains {1}. Pass numbers, such as days since the first date: with NumPy {2}"
+)
+
+
+class Columns(NamedTuple):
+    """The arguments of a model as arrays.
+
+    :param args: positional arguments.
+    :param kwargs: keyword arguments.
+    :param labels: labels of the arguments that were categories.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    labels: Labels
+
+    @classmethod
+    def read(
+        cls,
+        model: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        known: Mapping[str, tuple[str, ...]] | None = None,
+    ) -> Columns:
+        """Read the arguments of a model. All but columns are returned as they are.
+
+        :param model: the model.
+        :param args: its arguments.
+        :param kwargs: its keyword arguments.
+        :param known: labels of the fit, in predictions: their codes are used.
+        :raises TypeError: for text, dates and durations.
+        :raises ValueError: for categories that are missing, or not in the fit.
+        """
+        known = known or {}
+        names = argument_names(model, len(args))[: len(args)]
+        names += [f"argument {i}" for i in range(len(names), len(args))]
+        if not any(map(is_column, (*args, *kwargs.values()))) and not known:
+            return cls(args, kwargs, {})
+        labels: Labels = {}
+
+        def one(name: str, value: Any) -> Any:
+            text = isinstance(value, np.ndarray) and value.dtype.kind in "UO"
+            if not is_column(value) and not (text and name in known):
+                return value
+            found, own = _column(name, value, known.get(name))
+            if own is not None:
+                labels[name] = own
+            return found
+
+        return cls(
+            tuple(one(k, x) for k, x in zip(names, args, strict=True)),
+            {k: one(k, x) for k, x in kwargs.items()},
+            labels,
+        )
+
+
+def coded(name: str, value: Any, known: tuple[str, ...] | None) -> Any:
+    """Return a value of an argument, or its code if it is a label.
+
+    :param name: the name of the argument.
+    :param value: a number, an array or a label.
+    :param known: the labels of the argument; ``None`` if it has none.
+    """
+    if known is None or np.asarray(value).dtype.kind not in "UO":
+        return value
+    return _column(name, np.asarray(value), known)[0]
+
+
+def is_column(value: Any) -> bool:
+    """Whether an argument is a column, or a table, of another library."""
+    return hasattr(value, "to_numpy") and not hasattr(value, "addressable_shards")
+
+
+def check_dates(name: str, value: np.ndarray) -> None:
+    """Raise for dates and durations.
+
+    :param name: the name of the argument.
+    :param value: the argument.
+    """
+    if value.dtype.kind == "M":
+        raise TypeError(_DATES.format(name, "dates", _DAYS.format(name)))
+    if value.dtype.kind == "m":
+        days = f"({name} / numpy.timedelta64(1, 'D')).astype('float32')"
+        raise TypeError(_DATES.format(name, "durations", days))
+
+
+def _column(
+    name: str, value: Any, known: tuple[str, ...] | None
+) -> tuple[np.ndarray, tuple[str, ...] | None]:
+    """Return a column, or a table of numbers, as an array, and its labels if it was one
+    of categories."""
+    if hasattr(value, "columns"):
+        return _table(name, value), None
+    categories = _categories(value)
+    if categories is None and known is None:
+        return _numbers(name, value), None
+    plain = np.asarray(value.to_numpy() if is_column(value) else value)
+    if categories is None and plain.dtype.kind not in "UO":
+        return _numbers(name, value) if is_column(value) else plain, None
+    labels = known or tuple(map(str, categories or ()))
+    text = [str(x) for x in plain.ravel()]
+    missing = _missing(value, plain)
+    if missing.any():
+        raise ValueError(
+            f"{name} has {missing.sum()} missing values, the first in row "
+            f"{np.flatnonzero(missing)[0]}. Drop these rows, or make them a category"
+        )
+    codes = {label: i for i, label in enumerate(labels)}
+    if unknown := sorted(set(text) - set(labels)):
+        raise ValueError(
+            f"{name} has {unknown[0]!r}, which is not among the labels of the fit. A "
+            "new member needs a plate with more members: pass codes, and the size of "
+            "the plate"
+        )
+    found = np.array([codes[x] for x in text], np.int32)
+    return found.reshape(plain.shape), labels
+
+
+def _categories(value: Any) -> Sequence[Any] | None:
+    """Return the categories of a column; ``None`` if it is no such column."""
+    dtype = getattr(value, "dtype", None)
+    if str(dtype).startswith("Categorical"):  # of polars, which keeps no order
+        return sorted({x for x in value.to_list() if x is not None})
+    known = getattr(dtype, "categories", None)
+    return None if known is None else list(known)
+
+
+def _missing(value: Any, plain: np.ndarray) -> np.ndarray:
+    """Return which entries are missing.
+
+    :param value: a column.
+    :param plain: the column as an array.
+    """
+    for method in ("isna", "is_null"):
+        if hasattr(value, method):
+            return np.asarray(getattr(value, method)(), bool)
+    if plain.dtype.kind == "O":
+        return np.array([x is None or x != x for x in plain.ravel()])
+    return np.isnan(plain) if plain.dtype.kind == "f" else np.zeros(plain.shape, bool)
+
+
+def _numbers(name: str, value: Any) -> np.ndarray:
+    """Return a column of numbers; NaN for missing ones."""
+    found = np.asarray(value.to_numpy())
+    missing = _missing(value, found)
+    check_dates(name, found)
+    if found.dtype.kind == "f" or (found.dtype.kind in "biu" and not missing.any()):
+        return found
+    present = found[~missing]
+    if found.dtype.kind in "OUST":
+        if any(hasattr(x, "year") for x in present[:1]):
+            check_dates(name, present.astype("datetime64[us]"))
+        if not all(isinstance(x, bool | int | float | np.number) for x in present):
+            raise TypeError(
+                f"{name} contains text. Pass categories, {name}.astype('category') of "
+                "pandas or .cast(polars.Categorical): the model gets their codes, and "
+                "summaries their labels"
+            )
+    kinds = {type(x) for x in present}
+    if not missing.any():
+        # Of nullable types, whose arrays are of objects.
+        return present.astype(bool if kinds <= {bool, np.bool_} else _kind(kinds))
+    filled = np.full(found.shape, np.nan)
+    filled[~missing] = present.astype(float)
+    return filled
+
+
+def _kind(kinds: set[type]) -> type:
+    whole = all(issubclass(x, bool | int | np.integer | np.bool_) for x in kinds)
+    return int if whole else float
+
+
+def _table(name: str, value: Any) -> np.ndarray:
+    """Return a table of numbers, rows first."""
+    columns = []
+    for k in value.columns:
+        own = f"column {k!r} of {name}"
+        if _categories(value[k]) is not None:
+            raise TypeError(
+                f"{own} contains categories. Pass it as an argument of its own, or as "
+                "columns of 0 and 1, one of each"
+            )
+        columns.append(_numbers(own, value[k]))
+    return np.column_stack(columns)
+
+
+# -- labels in summaries --------------------------------------------------------------
+
+
+def labelled(
+    entry: str, axes: Mapping[str, Sequence[str]], labels: Mapping[str, Sequence[str]]
+) -> str:
+    """Return the name of an entry of a site, with labels in place of places.
+
+    :param entry: ``effect[2]``.
+    :param axes: by site, the argument that indexes each axis; empty for none.
+    :param labels: labels by argument.
+
+    **Example**
+
+    >>> labelled("a[1, 0]", {"a": ("herd", "")}, {"herd": ("Aubrac", "Salers")})
+    'a[Salers, 0]'
+    >>> labelled("a[1, 0]", {"a": ("herd", "")}, {"herd": ("7", "9")})
+    'a[herd 9, 0]'
+    """
+    found = re.fullmatch(r"(.*)\[([\d, ]+)\]", entry)
+    if found is None or found[1] not in axes:
+        return entry
+    shown = []
+    for place, argument in zip(found[2].split(", "), axes[found[1]], strict=True):
+        known = labels.get(argument, ())
+        if int(place) >= len(known):
+            shown.append(place)
+            continue
+        label = known[int(place)]
+        # A number alone would look like a place.
+        bare = re.fullmatch(r"-?[\d.]+", label)
+        shown.append(f"{argument} {label}" if bare else label)
+    return f"{found[1]}[{', '.join(shown)}]"

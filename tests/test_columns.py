@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Columns of tables as arguments: numbers, missing values, categories, dates."""
+
+from datetime import date
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pandas as pd
+import pytest
+
+import numpyro_gpaug as gpaug
+from numpyro_gpaug.model.columns import Columns
+
+KEY = jax.random.key(0)
+TABLE = pd.DataFrame(
+    {
+        "dose": [0.1, 0.5, 1.5, 0.3, 0.8, 1.1],
+        "herd": pd.Categorical(["north", "west", "east", "west", "north", "east"]),
+        "year": pd.Categorical([2019, 2020, 2020, 2019, 2020, 2019]),
+        "count": pd.array([1, 4, 2, 0, 3, None], dtype="Int64"),
+        "day": pd.date_range("2024-01-01", periods=6),
+        "name": ["a", "b", "c", "d", "e", "f"],
+    }
+)
+
+
+def model(dose, herd, year, y=None):
+    with numpyro.plate("years", 2, dim=-1), numpyro.plate("herds", 4, dim=-2):
+        both = numpyro.sample("both", dist.Normal(0, 1))
+    with numpyro.plate("herds", 4):
+        effect = numpyro.sample("effect", dist.Normal(0, 1))
+    eta = effect[herd] + both[herd, year] * dose
+    known = True if y is None else ~jnp.isnan(y)
+    with numpyro.plate("data", len(dose)), numpyro.handlers.mask(mask=known):
+        numpyro.sample("y", dist.Normal(eta, 1), obs=y)
+
+
+def read(value, known=None):
+    found = Columns.read(lambda x: None, (value,), {}, known)
+    return found.args[0], found.labels.get("x")
+
+
+@pytest.mark.parametrize(
+    ("column", "dtype"),
+    [
+        (TABLE["dose"], "f"),
+        (TABLE["count"], "f"),
+        (TABLE["count"][:5], "i"),
+        (TABLE["dose"].astype("Float64"), "f"),
+        (TABLE["dose"].astype(object), "f"),
+        ((TABLE["dose"] > 1).astype("boolean"), "b"),
+        (TABLE["count"].astype("int64[pyarrow]"), "f"),
+        (TABLE[["dose", "count"]], "f"),
+    ],
+)
+def test_numbers_become_arrays(column, dtype) -> None:
+    found, labels = read(column)
+    assert type(found) is np.ndarray
+    assert found.dtype.kind == dtype
+    assert labels is None
+    expected = column.astype(float).to_numpy(float, na_value=np.nan)
+    np.testing.assert_array_equal(found.astype(float), expected)
+
+
+def test_categories_become_codes() -> None:
+    for column in (TABLE["herd"], TABLE["herd"].array, pd.Index(TABLE["herd"])):
+        codes, labels = read(column)
+        assert labels == ("east", "north", "west")
+        np.testing.assert_array_equal(codes, TABLE["herd"].cat.codes)
+    assert read(TABLE["year"])[1] == ("2019", "2020")
+    known = {"x": ("west", "east", "north")}
+    text = TABLE["herd"].astype(str)
+    for column in (TABLE["herd"], text, text.to_numpy(str)):
+        codes, _ = read(column, known)
+        np.testing.assert_array_equal(codes[:2], [2, 0])
+    plain = np.arange(3)
+    assert read(plain, known)[0] is plain
+
+
+def test_polars() -> None:
+    polars = pytest.importorskip("polars")
+    names = polars.Series(["b", "a", "b"])
+    for kind in (polars.Categorical, polars.Enum(["a", "b"])):
+        codes, labels = read(names.cast(kind))
+        assert (codes.tolist(), labels) == ([1, 0, 1], ("a", "b"))
+    found, _ = read(polars.Series([1, None, 3]))
+    np.testing.assert_array_equal(found, [1, np.nan, 3])
+    assert read(polars.Series([1, 2]))[0].dtype.kind == "i"
+    frame = polars.DataFrame({"a": [1, 2], "b": [0.5, 1.5]})
+    assert read(frame)[0].shape == (2, 2)
+    with pytest.raises(TypeError, match="x contains text"):
+        read(names)
+    with pytest.raises(TypeError, match="x contains dates"):
+        read(polars.Series([date(2024, 1, 1)]))
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        (TABLE["name"], "x contains text. Pass categories"),
+        (TABLE["day"], r"x contains dates. Pass numbers, such as days since"),
+        (pd.Index(TABLE["day"]), "x contains dates"),
+        (TABLE["day"] - TABLE["day"][0], r"x contains durations.*timedelta64\(1, 'D'"),
+        (TABLE[["dose", "herd"]], "column 'herd' of x contains categories"),
+    ],
+)
+def test_what_is_no_number(column, message) -> None:
+    with pytest.raises(TypeError, match=message):
+        read(column)
+
+
+def test_missing_categories_and_new_ones() -> None:
+    gaps = TABLE["herd"].where(TABLE.index != 3)
+    with pytest.raises(ValueError, match="x has 1 missing values, the first in row 3"):
+        read(gaps)
+    with pytest.raises(ValueError, match="x has 'south', which is not among"):
+        read(np.array(["south"]), {"x": ("north", "east")})
+
+
+def test_summaries_have_labels_and_predictions_take_them(tmp_path) -> None:
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
+    columns = [TABLE[k] for k in ("dose", "herd", "year")]
+    fit = svi.run(KEY, 10, *columns, TABLE["count"], progress_bar=False)
+    posterior = svi.posterior(fit)
+    rows = list(posterior.summary().index)
+    # The plate has a fourth herd, which no row has.
+    assert [x for x in rows if x.startswith("effect")] == [
+        "effect[east]", "effect[north]", "effect[west]", "effect[3]"
+    ]  # fmt: skip
+    assert rows[0] == "both[east, year 2019]"
+    posterior.save(tmp_path / "fit.npz")
+    loaded = gpaug.Posterior.load(tmp_path / "fit.npz", model)
+    assert list(loaded.summary().index) == rows
+    dose = np.ones(2, "float32")
+    by_code = posterior.predict_y(dose, np.array([2, 0]), np.array([1, 1]))
+    for one in (posterior, loaded):
+        # Other categories, in another order.
+        herds = pd.Series(["west", "east"], dtype=pd.CategoricalDtype(["west", "east"]))
+        by_label = one.predict_y(dose, herds, np.array(["2020", "2020"]))
+        np.testing.assert_allclose(by_label.mean, by_code.mean, rtol=1e-6)
+    found = posterior.average(*columns, at={"herd": ["east", "west"]})
+    assert found.draws.shape == (1000, 2)
+
+
+def test_integrated_hyperparameters_have_labels_beside_them() -> None:
+    def integrated(herd, y=None):
+        tau = numpyro.sample("tau", dist.HalfNormal(1))
+        with numpyro.plate("herds", 3):
+            effect = numpyro.sample("effect", dist.Normal(0, tau))
+        with numpyro.plate("data", len(herd)):
+            numpyro.sample("y", dist.Normal(effect[herd], 1), obs=y)
+
+    nested = gpaug.NestedVI(integrated, num_points=256, progress_bar=False)
+    nested.run(KEY, TABLE["herd"], TABLE["dose"])
+    names = ["tau", *(f"effect[{x}]" for x in ("east", "north", "west"))]
+    assert sorted(nested.summary().index) == sorted(names)
+    assert sorted(nested.posterior().summary().index) == sorted(names)
