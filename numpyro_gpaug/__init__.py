@@ -80,7 +80,7 @@ from numpyro_gpaug.predict import (
 )
 from numpyro_gpaug.spatial import SPDE
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "ArchiveError",
