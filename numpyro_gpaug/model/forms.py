@@ -516,12 +516,14 @@ def _group_of_data(
 
 
 def refuse_large(
-    structure: Structure, chains: tuple[Grouping, ...] = (), largest: int = MAX_DENSE
+    structure: Structure,
+    chains: Callable[[], tuple[Grouping, ...]] = tuple,
+    largest: int = MAX_DENSE,
 ) -> None:
     """Raise for a joint Gaussian that needs too large a matrix.
 
     :param structure: the structure of a model.
-    :param chains: chains that could have been represented as such.
+    :param chains: returns chains that could have been represented as such.
     :param largest: the number of rows of a matrix that is not too large.
     :raises NotConjugateError: naming the largest site.
     """
@@ -537,7 +539,7 @@ def refuse_large(
         f"{4 * size**2 / 2**30:.0f} GiB in float32. At most {largest} are allowed "
         f"if a datum depends on more than one member of a group. The largest "
         f"site is {widest.name!r} of shape {widest.value_shape}"
-        f"{_following(left, chains)}. MCMC(NUTS(model)) samples any model"
+        f"{_following(left, chains())}. MCMC(NUTS(model)) samples any model"
     )
 
 

@@ -31,7 +31,7 @@ from numpyro_gpaug.model.forms import Asked, find_form, find_sparse, refuse_larg
 from numpyro_gpaug.model.frontier import frontier, separation, single_inputs
 from numpyro_gpaug.model.jaxpr import called_name, has_other_derivative, source_of
 from numpyro_gpaug.model.joint import JointView
-from numpyro_gpaug.model.latents import GaussianSite, Structure
+from numpyro_gpaug.model.latents import GaussianSite, Grouping, Structure
 from numpyro_gpaug.model.loops import refuse_reversed
 from numpyro_gpaug.model.observations import check_constants
 from numpyro_gpaug.model.program import Program, check_indices, program_of_others
@@ -358,7 +358,11 @@ def in_form(
     asked, view = _asked(structure, model, arguments)
     form = find_form(structure, asked, purpose)
     if not (purpose.projected and form.form.any_rows and asked.rows <= purpose.largest):
-        refuse_large(form, tuple(x.steps for x in view.loops), purpose.largest)
+
+        def chains() -> tuple[Grouping, ...]:
+            return tuple(x.steps for x in view.loops)
+
+        refuse_large(form, chains, purpose.largest)
     return form
 
 
