@@ -61,14 +61,18 @@ def tree_of_nested(key: Array, nested: NestedVI) -> DataTree:
 
     @jax.jit
     def everywhere(arrays: Any, keys: Array, values: dict[str, Array]) -> Any:
-        return jax.lax.map(lambda each: one(arrays, each), (keys, values))
+        first = {k: x[0] for k, x in values.items()}
+        given = arguments._replace(arrays=arrays)
+        trace = run(nested.model, given, keys[0], first)
+        found = jax.lax.map(lambda each: one(arrays, each), (keys, values))
+        return {k: trace[k]["value"] for k in found[0]}, found
 
     key, prior_key = random.split(key)
     keys = random.split(key, chains * num)
     values = {k: x for k, x in flat.items() if k in latent}
-    densities, replicated, priors = everywhere(arguments.arrays, keys, values)
-    trace = run(nested.model, arguments, key, {k: x[0] for k, x in values.items()})
-    observed = {k: np.asarray(trace[k]["value"]) for k in densities}
+    seen, found = everywhere(arguments.arrays, keys, values)
+    densities, replicated, priors = found
+    observed = {k: np.asarray(x) for k, x in seen.items()}
     sampler = prior_sampler(nested.model, arguments.static)
     groups = {
         "posterior": {k: np.asarray(x) for k, x in draws.items()},
