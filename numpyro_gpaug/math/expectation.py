@@ -25,6 +25,8 @@ from numpyro_gpaug.math.linalg import safe_sqrt
 NODES = {1: 32, 2: 15}
 # The same for the finer rules used for comparison.
 FINER = {1: 48, 2: 23}
+# Values of a predictor at nodes that are computed together, at least.
+AT_ONCE = 2**14
 
 Sum = Callable[[Any, tuple[Array, ...]], Array]
 
@@ -103,14 +105,8 @@ def rule_differences(
     (x, weights), (finer, others) = rules
     signed = jnp.concatenate([x, finer]), jnp.concatenate([weights, -others])
 
-    def add(sums: list[Array], node: tuple[Array, Array]) -> tuple[list[Array], None]:
-        found = values(placed(at, node[0]))
-        added = [_share(node[1], y) for y in found]
-        return [s + y for s, y in zip(sums, added, strict=True)], None
-
-    shapes = jax.eval_shape(values, jax.eval_shape(placed, at, x[0]))
-    zeros = [jnp.zeros(s.shape, s.dtype) for s in shapes]
-    return lax.scan(add, zeros, signed)[0]
+    found: list[Array] = _summed(lambda x: values(placed(at, x)), at, *signed)
+    return found
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -124,12 +120,42 @@ def expected_sum(total: Sum, numbers: Any, at: PredictorMoments) -> Array:
     :return: scalar.
     """
     x, weights = nodes(len(at.means), at.means[0].dtype)
+    found: Array = _summed(lambda x: total(numbers, placed(at, x)), at, x, weights)
+    return found
 
-    def add(value: Array, node: tuple[Array, Array]) -> tuple[Array, None]:
-        return value + _share(node[1], total(numbers, placed(at, node[0]))), None
 
-    zero = jnp.zeros((), at.means[0].dtype)
-    return lax.scan(add, zero, (x, weights))[0]
+def _summed(
+    function: Callable[[Array], Any], at: PredictorMoments, x: Array, weights: Array
+) -> Any:
+    """Return the weighted sum of a function over nodes.
+
+    Each iteration of a loop takes as many nodes as make up ``AT_ONCE`` values: with few
+    data a node is so little work that most of the time would be the loop's.
+
+    :param function: a function of a node, (dimensions,), to arrays.
+    :param at: Gaussians on the predictors.
+    :param x: the nodes, (nodes, dimensions).
+    :param weights: their weights, (nodes,).
+    """
+    number = len(x)
+    blocks = min(number, -(-number * at.means[-1].size // AT_ONCE))
+    each = -(-number // max(blocks, 1))
+    blocks = -(-number // each)
+
+    def add(sums: Any, part: tuple[Array, Array]) -> tuple[Any, None]:
+        x, weights = part
+        found = jax.tree.map(partial(_share, weights), jax.vmap(function)(x))
+        return jax.tree.map(lambda s, y: s + y.sum(0), sums, found), None
+
+    shapes = jax.eval_shape(function, x[0])
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    # Nodes that fill the last block have no weight.
+    more = blocks * each - number
+    x = jnp.pad(x, ((0, more), (0, 0))).reshape(blocks, each, -1)
+    weights = jnp.pad(weights, (0, more)).reshape(blocks, each)
+    if blocks == 1:
+        return add(zeros, (x[0], weights[0]))[0]
+    return lax.scan(add, zeros, (x, weights))[0]
 
 
 def _forward(total: Sum, numbers: Any, at: PredictorMoments) -> tuple[Array, Any]:
@@ -150,30 +176,24 @@ def _forward(total: Sum, numbers: Any, at: PredictorMoments) -> tuple[Array, Any
         leaf for f, leaf in zip(floats, jax.tree.leaves(numbers), strict=True) if f
     ]
 
-    def add(sums: Any, node: tuple[Array, Array]) -> tuple[Any, None]:
-        here, weight = node
+    def at_one(here: Array) -> Any:
         values = placed(at, here)
         value, (direct, slopes) = jax.value_and_grad(at_node, (0, 1))(moving, values)
         # The slope with respect to a predictor, times the standard normal values that
         # determine it.
         turned = [[slope * here[j] for j in range(i + 1)] for i, slope in _each(slopes)]
-        new = value, direct, slopes, turned
-        weighted = jax.tree.map(partial(_share, weight), new)
-        return jax.tree.map(jnp.add, sums, weighted), None
+        return value, direct, slopes, turned
 
-    values = jax.eval_shape(lambda: placed(at, x[0]))
-    shapes = jax.eval_shape(jax.value_and_grad(at_node, (0, 1)), moving, values)
-    empty = shapes[0], *shapes[1], [[s] * (i + 1) for i, s in _each(shapes[1][1])]
-    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), empty)
-    (value, direct, slopes, turned), _ = lax.scan(add, zeros, (x, weights))
+    value, direct, slopes, turned = _summed(at_one, at, x, weights)
     return value, (direct, _moment_slopes(at, slopes, turned), numbers, at.partner)
 
 
 def _share(weight: Array, y: Array) -> Array:
-    """Return the contribution of a node: its weight times ``y``. At ten standard
-    deviations a correct density may overflow (such as a logarithm of a distribution
-    function). Values that are not finite are dropped there, if the weight of the node
-    is smaller than rounding."""
+    """Return the contributions of nodes: their weights times ``y``, nodes first. At ten
+    standard deviations a correct density may overflow (such as a logarithm of a
+    distribution function). Values that are not finite are dropped there, if the weight
+    of the node is smaller than rounding."""
+    weight = weight.reshape(-1, *(1,) * (y.ndim - 1))
     rounded = jnp.abs(weight) < jnp.finfo(weight.dtype).eps
     return jnp.where(rounded & ~jnp.isfinite(y), 0, y * weight.astype(y.dtype))
 
