@@ -37,11 +37,10 @@ from sklearn.metrics import log_loss
 from sklearn.model_selection import train_test_split
 from sklearn.preprocessing import StandardScaler
 from sklearn.svm import SVC
-from support import recipe
 from support.compilation import keep_compiled_programs
 
 import numpyro_gpaug as gpaug
-from numpyro_gpaug import diagnostics, plots
+from numpyro_gpaug import diagnostics, plots, tables
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
@@ -66,7 +65,7 @@ class Split(NamedTuple):
 def model(X, y=None, inducing=None):
     """A Gaussian process with a learnt kernel and an unknown constant mean, of variance
     4: a part of the process, which is integrated out."""
-    kernel = recipe.kernel(X.shape[1]) + 4.0
+    kernel = tables.kernel(X.shape[1]) + 4.0
     gp = gpaug.GaussianProcess("f", kernel, inducing=inducing)
     with numpyro.plate("data", X.shape[0]):
         numpyro.sample("y", dist.Bernoulli(logits=gp(X)), obs=y)
@@ -138,7 +137,7 @@ def split(X: np.ndarray, y: np.ndarray, seed: int) -> Split:
 def fit(data: Split, args: argparse.Namespace) -> dict[str, Any]:
     """The Gaussian process: everything that is later checked, printed or drawn."""
     start = time.perf_counter()
-    size = recipe.num_inducing(data.X, args.inducing)
+    size = tables.num_inducing(data.X, args.inducing)
     Z = gpaug.inducing.kmeans(data.X, size, seed=args.seed)
     guide = gpaug.AutoSparseGP(model)
     svi = gpaug.ConjugateSVI(model, guide)
@@ -312,7 +311,7 @@ def main(argv: list[str] | None = None) -> None:
     print(f"{num_data} training and {len(data.y_test)} test rows, {dim} inputs")
     fitted = fit(data, args)
     posterior = fitted["posterior"]
-    tempered = recipe.tempered(posterior, data.X, data.y)
+    tempered = tables.tempered(posterior, data.X, data.y)
     probs = {"Gaussian process": tempered(data.X_test)[:, 1]}
     for name, rival in baselines(data, args.seed).items():
         probs[name] = rival.predict_proba(data.X_test)[:, 1]

@@ -34,11 +34,10 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import log_loss
 from sklearn.model_selection import StratifiedKFold
 from sklearn.svm import SVC
-from support import recipe
 from support.compilation import keep_compiled_programs
 
 import numpyro_gpaug as gpaug
-from numpyro_gpaug import diagnostics
+from numpyro_gpaug import diagnostics, tables
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
@@ -102,7 +101,7 @@ class Fitted(NamedTuple):
 
 def model(X, y=None, *, Z, likelihood, num_classes, side=None):
     """One Gaussian process per class, all with the same learnt kernel."""
-    kernel = recipe.kernel(X.shape[1])
+    kernel = tables.kernel(X.shape[1])
     mean = dist.Normal(0, 2).expand([num_classes]).to_event(1)
     mean = numpyro.sample("mean", mean)
     Z = numpyro.param("Z", Z)
@@ -129,7 +128,7 @@ def fit(
     """L-BFGS on the bound at its optimum over the processes, from a cold start."""
     start = time.perf_counter()
     likelihood, updates = METHODS[method]
-    Z = gpaug.inducing.kmeans(X, recipe.num_inducing(X, most))
+    Z = gpaug.inducing.kmeans(X, tables.num_inducing(X, most))
     guide = gpaug.AutoSparseGP(model)
     svi = gpaug.ConjugateSVI(model, guide, updates=updates)
     given = {"Z": Z, "likelihood": likelihood, **shape}
@@ -203,7 +202,7 @@ def run_fold(data: Data, fold: int, args: argparse.Namespace) -> tuple[dict, ...
     scores, probs, fits = {}, {}, {}
     for name in METHODS:
         fitted = fit(parts.X, parts.y, name, args.steps, args.inducing, **shape)
-        tempered = recipe.tempered(fitted.posterior, parts.X, parts.y)
+        tempered = tables.tempered(fitted.posterior, parts.X, parts.y)
         p = probs[name] = tempered(parts.X_test)
         rest = -fitted.losses[-1], fitted.seconds
         scores[name] = (*score(p, parts.y_test), *rest)
@@ -384,7 +383,7 @@ def main(argv: list[str] | None = None) -> None:
     data = load(args.data, args.side)
     rows, columns = data.X.shape
     print(f"{rows} rows, {columns} inputs, {len(data.classes)} classes; ", end="")
-    size = recipe.num_inducing(data.X, args.inducing)
+    size = tables.num_inducing(data.X, args.inducing)
     print(f"{size} inducing inputs, {args.steps} steps")
     if args.all_folds:
         every = []

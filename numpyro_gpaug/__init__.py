@@ -11,6 +11,7 @@ from numpyro_gpaug import (
     multilabel,
     plots,
     spatial,
+    tables,
     testing,
 )
 from numpyro_gpaug.distributions import (
@@ -152,6 +153,7 @@ __all__ = [
     "register_expectation",
     "spatial",
     "squared_wasserstein",
+    "tables",
     "testing",
     "with_residual",
 ]

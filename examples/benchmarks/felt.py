@@ -4,7 +4,11 @@
 Small models of the literature (``herds``: lme4's cbpp, binomial; ``days``: sleepstudy,
 Normal; simulated data of the same shape without ``GPAUG_DATA``) and a classifier of 200
 rows (``classes``), each beside a rival: NUTS of NumPyro (``--draws`` after as many of
-warm-up), scikit-learn, and lme4 and glmmTMB if ``Rscript`` has them::
+warm-up), scikit-learn, and lme4 and glmmTMB if ``Rscript`` has them. Crossed effects:
+``answers`` (lme4's VerbAgg, binary) and ``ratings`` (its InstEval, 73,421 rows, beside
+lme4 alone). ``series``: 5000 days with a level, two seasons, a holiday and Student-t
+noise. ``nested`` integrates the hyperparameters; ``draws`` is the effective number of
+draws of the worst hyperparameter, of NUTS and of ``nested``::
 
     python examples/benchmarks/felt.py --json felt.json
 
@@ -28,7 +32,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 # One thread, as processor time is compared; before jax starts.
 os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")
@@ -39,6 +43,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from common import case_in_process, data_folder, print_table, write_report
+from numpyro.diagnostics import effective_sample_size
 
 import numpyro_gpaug as gpaug
 
@@ -47,7 +52,7 @@ HERE = Path(__file__).resolve()
 KEY = jax.random.key(0)
 COLUMNS = {
     "case": "", "imports": ".2f", "first": ".2f", "second": ".3f", "tenth": ".3f",
-    "served": ".2f", "other": ".3f", "cached": ".2f", "load": ".1f",
+    "served": ".2f", "other": ".3f", "cached": ".2f", "draws": ".0f", "load": ".1f",
 }  # fmt: skip
 # Arrays by name, the observations last.
 Data = dict[str, np.ndarray]
@@ -87,13 +92,51 @@ def classes(X, y=None, *, inducing=None):
         numpyro.sample("y", dist.Bernoulli(logits=f), obs=y)
 
 
+def answers(person, item, anger, male, y=None):
+    b = numpyro.sample("b", dist.Normal(0, 5).expand([3]).to_event(1))
+    sd = numpyro.sample("sd", dist.HalfNormal(1.0).expand([2]).to_event(1))
+    with numpyro.plate("persons", 316):
+        a = numpyro.sample("a", dist.Normal(0, sd[0]))
+    with numpyro.plate("items", 24):
+        c = numpyro.sample("c", dist.Normal(0, sd[1]))
+    with numpyro.plate("data", len(person)):
+        logits = b[0] + b[1] * (anger - 20) / 5 + b[2] * male + a[person] + c[item]
+        numpyro.sample("y", dist.Bernoulli(logits=logits), obs=y)
+
+
+def ratings(s, d, dept, service, y=None):
+    sd = numpyro.sample("sd", dist.HalfNormal(1).expand([4]).to_event(1))
+    b = numpyro.sample("b", dist.Normal(0, 10).expand([2]).to_event(1))
+    with numpyro.plate("students", 2972):
+        u = numpyro.sample("u", dist.Normal(0, sd[0]))
+    with numpyro.plate("lecturers", 1128):
+        v = numpyro.sample("v", dist.Normal(0, sd[1]))
+    with numpyro.plate("departments", 14):
+        w = numpyro.sample("w", dist.Normal(0, sd[2]))
+    with numpyro.plate("data", len(s)):
+        mean = b[0] + b[1] * service + u[s] + v[d] + w[dept]
+        numpyro.sample("y", dist.Normal(mean, sd[3]), obs=y)
+
+
+def series(year, week, holiday, y=None):
+    scale = numpyro.sample("scale", dist.HalfNormal(0.1))
+    sd = numpyro.sample("sd", dist.HalfNormal(1.0))
+    noise = numpyro.sample("noise", dist.HalfNormal(1.0))
+    b = numpyro.sample("b", dist.Normal(0, 2).expand([10]).to_event(1))
+    days = numpyro.sample("days", dist.Normal(0, 1).expand([7]).to_event(1))
+    level = numpyro.sample("level", dist.GaussianRandomWalk(scale, len(week)))
+    with numpyro.plate("data", len(week)):
+        mean = year @ b[:9] + b[9] * holiday + sd * days[week] + level
+        numpyro.sample("y", dist.StudentT(4.0, mean, noise), obs=y)
+
+
 def data_of(case: str) -> Data:
     """The data of a case, simulated if the folder of data does not have them."""
     rng, folder = np.random.default_rng(0), data_folder()
-    name = {"herds": "lgm_cbpp.npz", "days": "lgm_sleepstudy.npz"}.get(case, "")
+    name = FILES.get(case, "")
     if name and folder is not None and (folder / name).exists():
         with np.load(folder / name) as file:
-            found = {k: np.asarray(file[k], _dtype(file[k])) for k in file.files}
+            found = {k: np.asarray(file[k], _dtype(file[k])) for k in ORDER[case]}
     elif case == "herds":
         found = {"herd": np.arange(56) // 4, "period": np.arange(56) % 4}
         found["total"] = rng.integers(5, 25, 56)
@@ -105,11 +148,44 @@ def data_of(case: str) -> Data:
         a, c = (s * rng.normal(size=18)[found["subject"]] for s in (25, 6))
         noise = 25 * rng.normal(size=180)
         found["y"] = np.float32(251 + a + (10.5 + c) * found["days"] + noise)
+    elif case == "answers":
+        person, item = np.divmod(np.arange(7584), 24)
+        anger, male = rng.normal(20, 5, 316)[person], (rng.random(316) < 0.23)[person]
+        found = {"person": person, "item": item, "anger": np.float32(anger)}
+        logits = 1.3 * rng.normal(size=316)[person] + rng.normal(size=24)[item]
+        found |= {"male": male * 1, "y": (rng.logistic(size=7584) < logits) * 1}
+    elif case == "ratings":
+        found = {k: rng.integers(0, n, 73421) for k, n in SIZES.items()}
+        effects = [
+            s * rng.normal(size=n)[found[k]]
+            for s, (k, n) in zip((0.3, 0.5, 0.1, 0.1), SIZES.items(), strict=True)
+        ]
+        found["y"] = np.float32(3.2 + sum(effects) + 1.2 * rng.normal(size=73421))
+    elif case == "series":
+        t = np.arange(5000)
+        angle = 2 * np.pi * np.outer(t, np.arange(1, 5)) / 365.25
+        year = np.concatenate([np.ones((5000, 1)), np.cos(angle), np.sin(angle)], 1)
+        found = {"year": np.float32(year), "week": t % 7}
+        found["holiday"] = np.float32(t % 365 == 358)
+        level = np.cumsum(0.02 * rng.normal(size=5000)) + 2 * found["holiday"]
+        mean = level + year @ (0.3 * rng.normal(size=9)) + (t % 7 > 4)
+        found["y"] = np.float32(mean + 0.3 * rng.standard_t(4, 5000))
     else:
         X = np.float32(rng.normal(size=(200, 2)))
         found = {"X": X, "y": (X[:, 0] * X[:, 1] > 0).astype(np.int32)}
-    order = {"herds": ("herd", "period", "total"), "days": ("subject", "days")}
-    return {k: found[k] for k in (*order.get(case, ("X",)), "y")}
+    return {k: found[k] for k in ORDER[case]}
+
+
+SIZES = {"s": 2972, "d": 1128, "dept": 14, "service": 2}
+FILES = {
+    "herds": "lgm_cbpp.npz", "days": "lgm_sleepstudy.npz",
+    "answers": "lgm_verbagg.npz", "ratings": "lgm_insteval.npz",
+}  # fmt: skip
+ORDER = {
+    "herds": ("herd", "period", "total", "y"), "days": ("subject", "days", "y"),
+    "answers": ("person", "item", "anger", "male", "y"), "ratings": (*SIZES, "y"),
+    "series": ("year", "week", "holiday", "y"), "classes": ("X", "y"),
+}  # fmt: skip
 
 
 def _dtype(x: np.ndarray) -> Any:
@@ -124,7 +200,7 @@ def rows(data: Data, num: int) -> Data:
 
 # -- methods: a fit of data returns a prediction of rows -------------------------------
 
-Fit = Callable[[Data], Callable[[Data], Any] | None]
+Fit = Callable[[Data], Any]
 
 
 def by_package(case: str) -> Fit:
@@ -150,11 +226,33 @@ def by_nuts(case: str, draws: int) -> Fit:
         kernel, num_warmup=draws, num_samples=draws, progress_bar=False
     )
 
-    def fit(data: Data) -> None:
+    def fit(data: Data) -> float:
         mcmc.run(KEY, *data.values())
-        jax.block_until_ready(mcmc.get_samples())
+        found = mcmc.get_samples(group_by_chain=True)
+        numbers = [
+            effective_sample_size(np.asarray(found[k])).min() for k in HYPER[case]
+        ]
+        return float(min(numbers))
 
     return fit
+
+
+def by_nested(case: str) -> Fit:
+    nested = gpaug.NestedVI(MODELS[case], progress_bar=False)
+
+    def fit(data: Data) -> float:
+        nested.run(KEY, *data.values())
+        rows = nested.summary().n_eff
+        mine = rows.index.str.split("[", regex=False).str[0].isin(HYPER[case])
+        return float(rows[mine].min())
+
+    return fit
+
+
+HYPER = {
+    "herds": ["tau"], "days": ["sd"], "answers": ["sd"],
+    "series": ["scale", "sd", "noise"],
+}  # fmt: skip
 
 
 def by_sklearn(case: str) -> Fit:
@@ -169,7 +267,12 @@ def by_sklearn(case: str) -> Fit:
     return fit
 
 
-MODELS: dict[str, Any] = {"herds": herds, "days": days, "classes": classes}
+MODELS: dict[str, Any] = {
+    "herds": herds, "days": days, "classes": classes, "answers": answers,
+    "ratings": ratings, "series": series,
+}  # fmt: skip
+# Without rows more, and predictions.
+LARGE = "answers", "ratings", "series"
 
 
 def measure(case: str, method: str, draws: int, many: int) -> dict[str, float]:
@@ -178,25 +281,27 @@ def measure(case: str, method: str, draws: int, many: int) -> dict[str, float]:
     num = len(data["y"])
     make = {
         "here": by_package, "nuts": lambda case: by_nuts(case, draws),
-        "sklearn": by_sklearn,
+        "sklearn": by_sklearn, "nested": by_nested,
     }[method]  # fmt: skip
-    fit, predict = make(case), None
+    fit: Fit = make(case)
+    predict: Any = None
 
     def call(rows_: int) -> float:
         nonlocal predict
         start = time.process_time()
         predict = fit(rows(data, rows_))
-        if predict is not None:
+        if callable(predict):
             predict(rows(data, 10))
         return time.process_time() - start
 
     found = {"imports": IMPORTS, "first": call(num), "second": call(num)}
-    if method == "nuts":
+    if method in ("nuts", "nested"):
+        return found | {"draws": cast(float, predict)}
+    if case in LARGE:
         return found
     found["tenth"] = [call(num + i) for i in range(1, 11)][-1]
     for key, count in {"served": many, "other": many + many // 7}.items():
         new, start = rows(data, count), time.process_time()
-        assert predict is not None
         predict(new)
         found[key] = time.process_time() - start
     return found
@@ -214,6 +319,11 @@ FORMULAS = {
         "lme4": "lmer(y ~ days + (days || subject), d)",
         "glmmTMB": "glmmTMB(y ~ days + diag(days | subject), d)",
     },
+    "answers": {
+        "lme4": "glmer(y ~ anger + male + (1 | person) + (1 | item), d, binomial)",
+        "glmmTMB": "glmmTMB(y ~ anger + male + (1 | person) + (1 | item), d, binomial)",
+    },
+    "ratings": {"lme4": "lmer(y ~ service + (1 | s) + (1 | d) + (1 | dept), d)"},
 }
 
 
@@ -237,6 +347,8 @@ def by_r(case: str, package: str) -> dict[str, Any]:
     seconds = map(float, done.stdout.split())
     return dict(zip(("imports", "first", "second"), seconds, strict=True))
 
+
+RIVALS = "nested", "nuts"
 
 # -- the benchmark ---------------------------------------------------------------------
 
@@ -279,7 +391,7 @@ def main() -> None:
         return
     found = []
     for case in args.cases:
-        rivals = ["sklearn"] if case == "classes" else ["nuts"]
+        rivals = ["sklearn"] if case == "classes" else [*RIVALS] * (case in HYPER)
         if shutil.which("Rscript"):
             rivals += FORMULAS.get(case, {})
         chosen = [x for x in ("here", *rivals) if x in (args.methods or [x])]

@@ -13,7 +13,10 @@ error of that::
 
 Further methods: ``plain`` has no temperature; ``joint`` neither, but one posterior of
 all classes (``AutoLatentGaussian``), at ten times the cost; ``plug-in`` are the
-probabilities at the mean of the functions; ``nuts`` has the exact posterior of
+probabilities at the mean of the functions; ``table`` is the package's
+:class:`~numpyro_gpaug.tables.TableClassifier`, ``svc`` and ``boosting`` are
+scikit-learn's support vector machine with Platt scaling and gradient boosting; ``nuts``
+has the exact posterior of
 functions and hyperparameters (800 draws, minutes for each split). They say what a loss
 beside logistic regression is made of. Beside data there are laws (``--sets far3 null3``
 and others), 180 rows and 4000 for testing, anew for each split. Sets other than
@@ -41,14 +44,17 @@ from common import data_folder, machine, print_table, versions
 from numpyro.infer import MCMC, NUTS, log_likelihood
 from scipy.special import expit, softmax
 from sklearn import datasets
+from sklearn.calibration import CalibratedClassifierCV
+from sklearn.ensemble import HistGradientBoostingClassifier
 from sklearn.linear_model import LogisticRegressionCV
 from sklearn.metrics import log_loss
 from sklearn.model_selection import StratifiedShuffleSplit
+from sklearn.svm import SVC
 
 import numpyro_gpaug as gpaug
+from numpyro_gpaug import tables
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from support import recipe  # noqa: E402
 from support.compilation import keep_compiled_programs  # noqa: E402
 
 SHIPPED = ("breast_cancer", "digits", "iris", "wine")
@@ -112,10 +118,10 @@ class Method(NamedTuple):
 
 
 METHODS = {
-    "now": Method(recipe.kernel, recipe.tempered),
-    "plain": Method(recipe.kernel, plain),
-    "plug-in": Method(recipe.kernel, plug_in),
-    "joint": Method(recipe.kernel, plain, gpaug.AutoLatentGaussian),
+    "now": Method(tables.kernel, tables.tempered),
+    "plain": Method(tables.kernel, plain),
+    "plug-in": Method(tables.kernel, plug_in),
+    "joint": Method(tables.kernel, plain, gpaug.AutoLatentGaussian),
     "before": Method(
         before, plain, most=100, options={"tol": 1e-3, "optim": optax.adam(0.1)}
     ),
@@ -206,7 +212,7 @@ def by_process(name: str, steps: int, inducing: int | None) -> Callable:
     svi = gpaug.ConjugateSVI(model, guide(model), optim)
 
     def probabilities(X: np.ndarray, y: np.ndarray, X_test: np.ndarray) -> np.ndarray:
-        Z = gpaug.inducing.kmeans(X, recipe.num_inducing(X, inducing or most))
+        Z = gpaug.inducing.kmeans(X, tables.num_inducing(X, inducing or most))
         given = {"Z": Z, "kernel": kernel, "classes": int(y.max()) + 1}
         key = jax.random.key(0)
         fit = svi.run(key, steps, X, y, progress_bar=False, **given, **options)
@@ -219,7 +225,7 @@ def by_nuts(X: np.ndarray, y: np.ndarray, X_test: np.ndarray) -> np.ndarray:
     """The exact posterior: function values at all rows, and all hyperparameters."""
     classes = int(y.max()) + 1
     Z = np.unique(np.concatenate([X, X_test]), axis=0)
-    given = {"Z": Z, "kernel": recipe.kernel, "classes": classes}
+    given = {"Z": Z, "kernel": tables.kernel, "classes": classes}
     sampler = NUTS(model, max_tree_depth=8)
     mcmc = MCMC(sampler, num_warmup=400, num_samples=800, progress_bar=False)
     mcmc.run(jax.random.key(0), X, y, **given)
@@ -227,6 +233,26 @@ def by_nuts(X: np.ndarray, y: np.ndarray, X_test: np.ndarray) -> np.ndarray:
     labels = np.arange(classes)[:, None].repeat(len(X_test), 1)
     each = [log_likelihood(model, drawn, X_test, y, **given)["y"] for y in labels]
     return np.exp(np.array(each, float)).mean(1).T
+
+
+def by_table(X: np.ndarray, y: np.ndarray, X_test: np.ndarray) -> np.ndarray:
+    """The package's default for tables."""
+    return tables.TableClassifier().fit(X, y).predict_proba(X_test)
+
+
+def by_svc(X: np.ndarray, y: np.ndarray, X_test: np.ndarray) -> np.ndarray:
+    """A support vector machine with Platt scaling."""
+    scaled = CalibratedClassifierCV(SVC(), method="sigmoid", ensemble=False)
+    return scaled.fit(X, y).predict_proba(X_test)
+
+
+def by_boosting(X: np.ndarray, y: np.ndarray, X_test: np.ndarray) -> np.ndarray:
+    """Gradient boosting."""
+    boosting = HistGradientBoostingClassifier(random_state=0)
+    return boosting.fit(X, y).predict_proba(X_test)
+
+
+ALONE = {"nuts": by_nuts, "table": by_table, "svc": by_svc, "boosting": by_boosting}
 
 
 def logistic(X: np.ndarray, y: np.ndarray, X_test: np.ndarray) -> np.ndarray:
@@ -245,7 +271,7 @@ def compared(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     methods = {"logistic": logistic}
     # Not shared between sets: a guide keeps the shapes of what it learnt first.
     for m in args.methods:
-        own = by_nuts if m == "nuts" else by_process(m, args.steps, args.inducing)
+        own = ALONE.get(m) or by_process(m, args.steps, args.inducing)
         methods[m] = own
     scores: dict[str, list[tuple[float, float, float]]] = {m: [] for m in methods}
     for X, y, X_test, y_test in splits(name, args.splits, args.rows):
@@ -270,7 +296,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     every = SHIPPED + (OTHERS if data_folder() else ())
     parser.add_argument("--sets", nargs="+", default=list(every))
     parser.add_argument(
-        "--methods", nargs="+", choices=[*METHODS, "nuts"], default=["now", "before"]
+        "--methods", nargs="+", choices=[*METHODS, *ALONE], default=["now", "before"]
     )
     parser.add_argument("--splits", type=int, default=4)
     parser.add_argument("--rows", type=int, default=5000, help="to train on, at most")
