@@ -31,9 +31,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, NamedTuple, Protocol
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -142,18 +143,31 @@ def _integrals(x: Array, top: int) -> list[Array]:
     """Return the integrals of ``w^m e^(-2 x w)`` over w from 0 to 1, for m = 0, ...,
     ``top``."""
     y = 2 * x
+    found = [_integral(y, top)]
+    for m in range(top, 0, -1):
+        # By parts, as a sum of positive terms.
+        found.append((y * found[-1] + jnp.exp(-y)) / m)
+    return found[::-1]
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _integral(y: Array, m: int) -> Array:
+    """Return the integral of ``w^m e^(-y w)`` over w from 0 to 1."""
     near, far = jnp.minimum(y, _NEAR), jnp.maximum(y, _NEAR)
     total = jnp.zeros_like(y)
     for k in range(_TERMS, 0, -1):
-        total = (total + 1) * near / (top + 1 + k)
-    series = jnp.exp(-near) * (total + 1) / (top + 1)
-    lost = sum(far**k / math.factorial(k) for k in range(top + 1))
-    whole = math.factorial(top) / far ** (top + 1) * (1 - jnp.exp(-far) * lost)
-    found = [jnp.where(y < _NEAR, series, whole)]
-    for m in range(top, 0, -1):
-        # Integration by parts gives a sum of positive terms.
-        found.append((y * found[-1] + jnp.exp(-y)) / m)
-    return found[::-1]
+        total = (total + 1) * near * (1 / (m + 1 + k))
+    series = jnp.exp(-near) * (total + 1) / (m + 1)
+    lost = sum(far**k / math.factorial(k) for k in range(m + 1))
+    whole = math.factorial(m) / far ** (m + 1) * (1 - jnp.exp(-far) * lost)
+    return jnp.where(y < _NEAR, series, whole)
+
+
+@_integral.defjvp
+def _integral_jvp(m: int, primals: Any, tangents: Any) -> tuple[Array, Array]:
+    # Derivatives of the series would keep all of its terms.
+    (y,), (moved,) = primals, tangents
+    return _integral(y, m), -moved * _integral(y, m + 1)
 
 
 class Oscillating(NamedTuple):

@@ -108,7 +108,7 @@ def stepped(
     taken, state, evaluation, losses = loop(going, body, start)
     if problem is not None:
         state = state._replace(unreached=problem.shares_unreached)
-    if not stepper.plan.noisy:
+    if not (stepper.plan.noisy or stepper.knows_lost):
         state = state._replace(lost=lost(state.natural))
     return state, losses, taken, problem, evaluation
 

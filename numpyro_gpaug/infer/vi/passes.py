@@ -305,6 +305,9 @@ class _Stepper(Stepper):
         super().__init__(plan, Arguments.split((), {}))
         self._in_blocks = problem
 
+    # Passes have no moments.
+    knows_lost = False
+
     def key(self, state: ConjugateState) -> Array:
         return state.rng_key  # nothing is drawn
 

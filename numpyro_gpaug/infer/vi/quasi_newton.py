@@ -307,6 +307,7 @@ class Collapsed(NamedTuple):
     :param rounding: the largest decrease that rounding alone may cause.
     :param unresolved: see :class:`~Search`.
     :param unreached: see :class:`~numpyro_gpaug.infer.vi.state.ConjugateState`.
+    :param lost: likewise.
     """
 
     natural: Natural
@@ -315,6 +316,7 @@ class Collapsed(NamedTuple):
     rounding: Array
     unresolved: Array
     unreached: dict[str, Array]
+    lost: Array
 
 
 @few
@@ -364,7 +366,7 @@ def searched(
         return state._replace(
             hyper=improved(hyper, values, at.unresolved),
             natural=at.natural, step_sizes=at.step_sizes, bound=bound,
-            unreached=at.unreached,
+            unreached=at.unreached, lost=at.lost,
         )  # fmt: skip
 
     # A first bound of NaN is reported.

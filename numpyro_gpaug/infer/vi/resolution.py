@@ -40,7 +40,7 @@ def inflation(natural: Any) -> Array:
 
     :param natural: natural parameters of a block.
     """
-    return _inflated_and_displaced(natural)[0]
+    return _inflated_and_displaced(natural, natural.moments())[0]
 
 
 def displaced(natural: Any) -> Array:
@@ -50,11 +50,11 @@ def displaced(natural: Any) -> Array:
 
     :param natural: natural parameters of a block.
     """
-    return _inflated_and_displaced(natural)[1]
+    return _inflated_and_displaced(natural, natural.moments())[1]
 
 
-def _inflated_and_displaced(natural: Any) -> tuple[Array, Array]:
-    variances, eps = natural.moments().variances, _eps(natural)
+def _inflated_and_displaced(natural: Any, moments: Any) -> tuple[Array, Array]:
+    variances, eps = moments.variances, _eps(natural)
     moved = jnp.square(eps * natural.potential) * variances / 24
     own = getattr(natural, "inflation", None)
     return own(variances) if own else natural.diagonal * variances, moved
@@ -71,7 +71,7 @@ def _is_estimated(natural: Any) -> bool:
 
 
 @few
-def lost(natural: Natural) -> Array:
+def lost(natural: Natural, moments: dict[str, Any] | None = None) -> Array:
     """Return the error of the bound, in nats, due to rounding of natural parameters, or
     to an estimated log-determinant.
 
@@ -79,13 +79,15 @@ def lost(natural: Natural) -> Array:
     are independent: their squares add up.
 
     :param natural: natural parameters of all blocks.
+    :param moments: their moments, if these are known.
     """
     total: Any = 0.0
-    for each in natural.values():
-        inflated, moved = _inflated_and_displaced(each)
+    for name, each in natural.items():
+        q = each.moments() if moments is None else moments[name]
+        inflated, moved = _inflated_and_displaced(each, q)
         total += _eps(each) * jnp.linalg.norm(inflated) + moved.sum()
         if _is_estimated(each):
-            total += each.moments().noise.sum()
+            total += q.noise.sum()
     return jnp.asarray(total)
 
 

@@ -19,6 +19,7 @@ from numpyro_gpaug.infer.vi.epochs import epoch_length, next_batch
 from numpyro_gpaug.infer.vi.latent_gaussian import Evaluation, LatentGaussian, Natural
 from numpyro_gpaug.infer.vi.means import solved
 from numpyro_gpaug.infer.vi.plan import Plan, constrained
+from numpyro_gpaug.infer.vi.resolution import lost
 from numpyro_gpaug.infer.vi.schedules import Adaptive, Schedule, as_schedule
 from numpyro_gpaug.infer.vi.settling import SETTLED, Place, settled
 from numpyro_gpaug.infer.vi.state import ConjugateState, Hyper, flagged
@@ -59,6 +60,13 @@ class Stepper:
     def _largest(self) -> float:
         """The largest step size."""
         return getattr(self._schedule, "value", 1.0)
+
+    @property
+    def knows_lost(self) -> bool:
+        """Whether steps compute rounding errors from moments that they have, instead of
+        a run at its end, from moments of its own. With a sparse precision variances are
+        an effort, with others their program is."""
+        return self.plan.searches and not self._structure.form.solves
 
     def fixed(self, state: ConjugateState) -> Any:
         """Return the problem that all steps share; ``None`` if hyperparameters or data
@@ -145,6 +153,7 @@ class Stepper:
         at = quasi_newton.Collapsed(
             natural, steps, bound, evaluation.rounding,
             problem.unresolved(evaluation, self.processes), problem.shares_unreached,
+            lost(natural, evaluation.moments) if self.knows_lost else state.lost,
         )  # fmt: skip
 
         def gradient() -> tuple[dict[str, Any], dict[str, Any]]:
