@@ -11,6 +11,7 @@ from scipy import integrate, stats
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug import diagnostics
+from numpyro_gpaug.diagnostics._arviz import tree_of
 from numpyro_gpaug.diagnostics._prior import log_priors, top_level
 from numpyro_gpaug.model.arguments import Arguments
 
@@ -147,3 +148,18 @@ def test_a_tree_without_priors_has_no_sensitivity(integrated) -> None:
     tree = diagnostics.to_datatree(jax.random.key(1), integrated)
     with pytest.raises(ValueError, match="no group 'log_prior'"):
         diagnostics.sensitivity(tree.drop_nodes("log_prior"))
+
+
+def test_entries_that_do_not_vary_have_no_sensitivity() -> None:
+    rng = np.random.default_rng(0)
+    draws = rng.normal(size=(4, 100))
+    both = np.stack([np.ones_like(draws), draws], -1)
+    tree = tree_of(
+        {
+            "posterior": {"factor": both},
+            "log_prior": {"factor": -0.5 * draws**2},
+            "log_likelihood": {"y": draws[..., None] * np.ones(3)},
+            "observed_data": {"y": np.zeros(3)},
+        }
+    )
+    assert list(diagnostics.sensitivity(tree).index) == ["factor[1]"]

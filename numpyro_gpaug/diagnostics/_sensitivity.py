@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -45,6 +46,8 @@ def sensitivity(
     :param threshold: sensitivities above it are pointed out.
     :return: the table of :func:`arviz_stats.psense_summary`, with one row per entry:
         ``prior``, ``likelihood`` and ``diagnosis``, which is "✓" if both are small.
+        Entries that are the same in all draws (the diagonal of a correlation matrix)
+        are left out.
     :raises ValueError: for a tree without one of these groups: if all hyperparameters
         are point estimates, no posterior of them can change.
 
@@ -77,6 +80,11 @@ def sensitivity(
                 "integrate hyperparameters by NestedVI"
             )
     names = list(draws["log_prior"].data_vars) if var_names is None else [*var_names]
-    return part_of_arviz("arviz_stats").psense_summary(
-        draws, var_names=names, threshold=threshold
-    )
+    with warnings.catch_warnings():
+        # Entries that are equal in all draws, as those of a Cholesky factor of
+        # correlations are, have no sensitivity.
+        warnings.filterwarnings("ignore", "invalid value encountered", RuntimeWarning)
+        table = part_of_arviz("arviz_stats").psense_summary(
+            draws, var_names=names, threshold=threshold
+        )
+    return table.dropna(subset=["prior", "likelihood"])
