@@ -22,10 +22,10 @@ from numpyro_gpaug.gaussians.dense import Moments
 from numpyro_gpaug.math.compiling import ahead, once
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.closures import Version, watched
-from numpyro_gpaug.model.codes import Codes
 from numpyro_gpaug.model.display import latent_rows, observed_rows
 from numpyro_gpaug.model.inspect import inspect_model, structure_at
 from numpyro_gpaug.model.jaxpr import dependence_on_arrays
+from numpyro_gpaug.model.joint import Codes
 from numpyro_gpaug.model.latents import Structure
 from numpyro_gpaug.model.observations import check_observations
 from numpyro_gpaug.model.starts import MedianStart

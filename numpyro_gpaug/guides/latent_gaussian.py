@@ -27,12 +27,11 @@ from numpyro_gpaug.guides.sparse_gp import NATURAL, with_latent_axis
 from numpyro_gpaug.math.compiling import few
 from numpyro_gpaug.math.linalg import precise
 from numpyro_gpaug.model.arguments import Arguments
-from numpyro_gpaug.model.codes import Codes
 from numpyro_gpaug.model.costs import FIT, WHITE
 from numpyro_gpaug.model.forms import refuse_large
 from numpyro_gpaug.model.gaussians import field
 from numpyro_gpaug.model.inspect_joint import inspect_joint
-from numpyro_gpaug.model.joint import JointView
+from numpyro_gpaug.model.joint import Codes, JointView
 from numpyro_gpaug.model.latents import JOINT, Grouping, Structure
 from numpyro_gpaug.model.structure import Block, Trace, any_key, remembered
 from numpyro_gpaug.model.whitened import whitened

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The joint view of a model at fixed params: all of its Gaussian latents together."""
+"""The joint view of a model at fixed params, with all of its Gaussian latents together,
+and checks of the codes by which data index these."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +23,8 @@ from numpyro_gpaug.gp.conditional import Conditional
 from numpyro_gpaug.gp.markov import MarkovConditional
 from numpyro_gpaug.gp.outputs import Outputs
 from numpyro_gpaug.likelihoods.expectations import Route
-from numpyro_gpaug.model.affine import BySites, Predictors
+from numpyro_gpaug.math.arrays import STATIC
+from numpyro_gpaug.model.affine import BySites, Predictors, check_groups
 from numpyro_gpaug.model.expectation import (
     Concatenated,
     ExpectedLogLikelihood,
@@ -540,3 +543,50 @@ class ProjectedView(JointView):
     Kernel matrices are computed once for all results."""
 
     _projected = True
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Codes:
+    """The dependence of data on latents by codes, computed once by a program.
+
+    :param extremes: results of :meth:`~numpyro_gpaug.model.program.Gather.extremes` for
+        all gathers, concatenated into one array, since each transfer takes a while.
+    :param misfit: see :attr:`~numpyro_gpaug.model.joint.JointView.misfit`.
+    :param gathers: the indexed latents.
+    """
+
+    extremes: Array
+    misfit: Array
+    gathers: tuple[Gather, ...] = dataclasses.field(metadata=STATIC)
+
+    @classmethod
+    def of(cls, view: JointView) -> Self:
+        """Return the codes of a model at the arguments of its view.
+
+        :raises ValueError: for observations that are missing.
+        """
+        if missing := view.unobserved:
+            raise ValueError(
+                f"{missing} are not observed by these arguments, but were when the "
+                "guide was set up. Pass the observations to init or run"
+            )
+        found = view.gathers()
+        gathers = tuple(g._replace(indices=None, raw=()) for g, _ in found)
+        misfit = jnp.asarray(view.misfit)
+        parts = [jnp.ravel(x).astype(int) for _, three in found for x in three]
+        extremes = jnp.concatenate([jnp.zeros(0, int), *parts])
+        return cls(extremes, misfit, gathers)
+
+    def check(self) -> None:
+        """Raise for codes without a member, and for data that depend on several groups.
+
+        :raises ValueError: naming the indexed latent.
+        :raises NotConjugateError: if data depend on several groups.
+        """
+        numbers = iter(np.asarray(self.extremes).tolist())
+        for gather in self.gathers:
+            lows, highs = ([next(numbers) for _ in gather.sizes] for _ in range(2))
+            if wrong := gather.bad((lows, highs, next(numbers))):
+                raise ValueError(wrong)
+        check_groups(self.misfit, "data")

@@ -31,7 +31,7 @@ from numpyro_gpaug.infer.vi.state import unknown_bound
 from numpyro_gpaug.infer.vi.stepper import Stepper
 from numpyro_gpaug.math.sharding import ROWS
 from numpyro_gpaug.model.arguments import Arguments
-from numpyro_gpaug.model.codes import Codes
+from numpyro_gpaug.model.joint import Codes
 from numpyro_gpaug.model.responses import in_lanes
 from numpyro_gpaug.model.view import NUM_NODES
 from numpyro_gpaug.predict.many import CONVERGED, Fits
