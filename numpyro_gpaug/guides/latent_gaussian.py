@@ -30,7 +30,7 @@ from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.costs import FIT, WHITE
 from numpyro_gpaug.model.forms import refuse_large
 from numpyro_gpaug.model.gaussians import field
-from numpyro_gpaug.model.inspect_joint import inspect_joint
+from numpyro_gpaug.model.inspect import inspect_joint
 from numpyro_gpaug.model.joint import Codes, JointView
 from numpyro_gpaug.model.latents import JOINT, Grouping, Structure
 from numpyro_gpaug.model.structure import Block, Trace, any_key, remembered

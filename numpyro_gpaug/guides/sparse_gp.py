@@ -28,7 +28,7 @@ from numpyro_gpaug.guides.preconditioned import (
 )
 from numpyro_gpaug.math.linalg import precise
 from numpyro_gpaug.model.arguments import Arguments
-from numpyro_gpaug.model.inspect_joint import warn_of_points
+from numpyro_gpaug.model.inspect import warn_of_points
 from numpyro_gpaug.model.latents import Structure
 from numpyro_gpaug.model.structure import (
     Block,

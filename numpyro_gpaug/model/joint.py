@@ -326,7 +326,7 @@ class JointView(View):
         left out whose mean or residual depends on other latents."""
         program, found = self._program, {}
         for name, f in self.conditionals.items():
-            made = program.value(program.outputs.values[name].variable).state
+            made = program.outputs.values[name].state
             if made.keys() <= {name, f"{name}.v"}:
                 found[name] = f.affine_map.certain(), f.outputs
         return found

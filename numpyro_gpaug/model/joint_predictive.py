@@ -203,12 +203,12 @@ class JointPredictiveView(JointView):
         there = values if predicted in values else densities
         own = local_names(structure)
         if predicted in there:
-            own &= set(program.value(there[predicted].variable).state)
+            own &= there[predicted].state.keys()
         known = [
             site
             for site in structure.observed
             if site.name in self._shown - {predicted}
-            and own & set(program.value(densities[site.name].variable).state)
+            and own & densities[site.name].state.keys()
         ]
         if not known:
             return q

@@ -16,7 +16,7 @@ from jax.extend.core import Literal
 
 from numpyro_gpaug.math.compiling import once
 from numpyro_gpaug.model.arguments import Arguments
-from numpyro_gpaug.model.jaxpr import COPIES, MOVES, Reader, jaxpr_and_tree
+from numpyro_gpaug.model.jaxpr import COPIES, MOVES, Leaf, Reader, State, jaxpr_and_tree
 from numpyro_gpaug.model.listing import Listing, execute
 from numpyro_gpaug.model.structure import run_model
 
@@ -95,7 +95,8 @@ class Program(Listing):
         ]
         self.inputs = dict(zip(self.names, starts, strict=True))
         outputs = self.write(closed.jaxpr, self.held(closed), list(starts))
-        self.outputs = jax.tree.unflatten(treedef, [Output(x) for x in outputs])
+        leaves = [Output(x, self.value(x).state) for x in outputs]
+        self.outputs = jax.tree.unflatten(treedef, leaves)
         self.makers = {k: op for op in self.operations for k in op.results}
 
     def gathers(self) -> Iterator[Gather]:
@@ -176,10 +177,11 @@ class Program(Listing):
                 yield from self._before_wrapping(operand)
 
 
-class Output:
-    """A leaf of the function's result: its variable."""
+class Output(Leaf):
+    """A leaf of the function's result: its variable, and how it depends on inputs."""
 
-    def __init__(self, variable: int | Literal) -> None:
+    def __init__(self, variable: int | Literal, state: State) -> None:
+        super().__init__(state)
         self.variable = variable
 
 

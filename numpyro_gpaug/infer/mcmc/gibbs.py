@@ -25,7 +25,7 @@ from numpyro_gpaug.likelihoods.expectations import Route, base_distribution, fea
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.closures import Version
 from numpyro_gpaug.model.costs import SAMPLE
-from numpyro_gpaug.model.inspect_joint import in_form, read_joint
+from numpyro_gpaug.model.inspect import in_form, read_joint
 from numpyro_gpaug.model.joint import REGISTERED, JointView
 from numpyro_gpaug.model.latents import Structure
 from numpyro_gpaug.model.structure import Observed, Trace

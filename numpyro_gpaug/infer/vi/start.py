@@ -31,7 +31,7 @@ from numpyro_gpaug.infer.vi.schedules import as_schedule
 from numpyro_gpaug.infer.vi.state import ConjugateState, Hyper, unknown_bound
 from numpyro_gpaug.math.sharding import latents_apart
 from numpyro_gpaug.model.arguments import Arguments
-from numpyro_gpaug.model.inspect_joint import IN_DENSITY
+from numpyro_gpaug.model.inspect import IN_DENSITY
 from numpyro_gpaug.model.joint import Codes
 from numpyro_gpaug.model.latents import Structure
 from numpyro_gpaug.model.observations import invalid_error, valid_observations
