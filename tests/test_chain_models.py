@@ -39,64 +39,12 @@ def counts(t, item, x, y=None, *, steps=STEPS):
         numpyro.sample("y", dist.Poisson(jnp.exp(eta)), obs=y)
 
 
-def slopes(t, item, x, y=None):
-    """Two walks of the same steps, an intercept and a slope, and the noise learnt."""
-    noise = numpyro.sample("noise", dist.HalfNormal(1))
-    scale = numpyro.sample("scale", dist.HalfNormal(1).expand([2]).to_event(1))
-    walks = numpyro.sample("walks", dist.GaussianRandomWalk(scale, STEPS))
-    with numpyro.plate("data", len(t)):
-        loc = walks[0, t] + walks[1, t] * x
-        numpyro.sample("y", dist.Normal(loc, noise), obs=y)
-
-
-def panel(t, item, x, y=None):
-    """A walk of every item, in the location, and another in the scale."""
-    scale = numpyro.sample("scale", dist.HalfNormal(1))
-    with numpyro.plate("items", 3):
-        level = numpyro.sample("level", dist.GaussianRandomWalk(scale, STEPS))
-        spread = numpyro.sample("spread", dist.GaussianRandomWalk(0.1, STEPS))
-    with numpyro.plate("data", len(t)):
-        law = dist.Normal(level[item, t], jnp.exp(spread[item, t]))
-        numpyro.sample("y", law, obs=y)
-
-
 def fitted(model, y, steps=60, **how):
     guide = gpaug.AutoLatentGaussian(model)
     svi = gpaug.ConjugateSVI(model, guide, **how)
     args = TIME, ITEM, X, y
     result = svi.run(jax.random.key(0), steps, *args, progress_bar=False)
     return svi.posterior(result), result, guide
-
-
-FORMS = pytest.mark.parametrize(
-    ("model", "y", "form"),
-    [
-        (counts, COUNTS, r"a chain of 40 steps of 2 \(walk, shock\), 5 others"),
-        (slopes, REAL, r"a chain of 40 steps of 2 \(walks\), 0 others"),
-        (panel, REAL, r"3 chains of 40 steps of 2 \(level, spread\), 0 others"),
-    ],
-)
-
-
-@pytest.mark.slow
-@FORMS
-def test_a_chain_fits_what_a_matrix_fits(x64, monkeypatch, model, y, form):
-    found = []
-    for overhead in (np.inf, -np.inf):
-        monkeypatch.setattr(costs, "_OVERHEAD", overhead)
-        found.append(fitted(model, y))
-    (dense, one, _), (posterior, other, guide) = found
-    assert re.search(form + " dense", repr(guide))
-    np.testing.assert_allclose(other.losses[-1], one.losses[-1], rtol=1e-8)
-    for name in [k for k in one.params if "latents" not in k]:
-        np.testing.assert_allclose(other.params[name], one.params[name], rtol=1e-5)
-    table, expected = posterior.summary(), dense.summary()
-    for column in ("mean", "sd"):
-        np.testing.assert_allclose(table[column], expected[column], atol=1e-5)
-    new = TIME[:30], ITEM[:30], X[:30]
-    predicted, there = posterior.predict_y(*new), dense.predict_y(*new)
-    np.testing.assert_allclose(predicted.mean, there.mean, rtol=1e-5)
-    np.testing.assert_allclose(predicted.variance, there.variance, rtol=1e-5)
 
 
 @pytest.fixture(scope="module")

@@ -72,30 +72,6 @@ def hidden_layer(X):
     return jnp.tanh(X @ inner + numpyro.param("shift", jnp.zeros(20))) @ outer
 
 
-@pytest.mark.slow  # fits in batches are quick
-def test_a_network_recovers_a_regression_function() -> None:
-    X = inputs(100)
-    truth = np.sin(2 * X[:, 0])
-    y = truth + 0.1 * np.random.default_rng(0).normal(size=100).astype("float32")
-    guide = gpaug.AutoFunctionSpaceGP(regression, hidden_layer)
-    posterior, result = fit(
-        regression, guide, gpaug.TraceWasserstein_ELBO(num_points=20), X, y,
-        steps=1000, rate=0.02, inducing=X[:15], scale=0.1,
-    )  # fmt: skip
-    assert np.isfinite(result.losses).all()
-    f = posterior.predict_f(X)
-    assert np.sqrt(np.mean((np.asarray(f.mean) - truth) ** 2)) < 0.1
-    predicted = posterior.predict_y(X)
-    np.testing.assert_allclose(
-        predicted.variance, np.asarray(f.variance) + 0.01, rtol=1e-5
-    )
-    # Away from the data the prior's uncertainty is left.
-    with pytest.warns(UserWarning, match="so far away"):
-        far = posterior.predict_f(np.array([[30.0, 30.0]], "float32"))
-    np.testing.assert_allclose(far.variance, 1.0, rtol=1e-3)
-    assert np.mean(f.variance) < 0.5
-
-
 def test_a_kernel_of_its_own_with_params() -> None:
     X = inputs()
     y = np.sin(2 * X[:, 0])
