@@ -99,6 +99,8 @@ class jit:
     :param small: the largest total size of arguments that count as small.
     :param held: a static argument, equal to itself alone, that lives no longer because
         of the program. (For donated arguments JAX has a cache of 4096 calls.)
+    :param work: given the held argument, the number of values that the program computes
+        in each of its steps; many count like large arguments.
     :param options: options of ``jax.jit``.
     :ivar plain: the result of ``jax.jit``.
     """
@@ -109,9 +111,10 @@ class jit:
         *,
         small: int = SMALL,
         held: str | None = None,
+        work: Callable[[Any], int] | None = None,
         **options: Any,
     ) -> None:
-        self._name = held
+        self._name, self._work = held, work
         self._held: WeakKeyDictionary[Any, _Held] = WeakKeyDictionary()
         if held is not None:
             function = _reading(function, held)
@@ -125,14 +128,16 @@ class jit:
         update_wrapper(self, function, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        size = 0
         if self._name is not None:
             value = kwargs[self._name]
+            size = self._work(value) if self._work is not None else 0
             kwargs[self._name] = self._held.setdefault(value, _Held(value))
         dynamic = {k: x for k, x in kwargs.items() if k not in self._static}
         leaves = jax.tree.leaves((args, dynamic))
         if _are_traced(leaves):
             return self.plain(*args, **kwargs)
-        size = sum(getattr(x, "size", 1) for x in leaves)
+        size = max(size, sum(getattr(x, "size", 1) for x in leaves))
         try:
             return self._program(size < self._small)(*args, **kwargs)
         except ValueError as error:

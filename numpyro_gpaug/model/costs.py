@@ -6,6 +6,9 @@ from __future__ import annotations
 from math import inf, prod
 from typing import NamedTuple
 
+from numpyro_gpaug.likelihoods.expectations import Route
+from numpyro_gpaug.math import correlated_softmax
+from numpyro_gpaug.math.expectation import NODES
 from numpyro_gpaug.model.latents import Structure
 
 # The programs of other forms take a quarter of a second longer to compile: so many
@@ -79,3 +82,20 @@ FIT = Purpose(operations=1e11)
 WHITE = Purpose(fields=False)
 # For exact samplers.
 SAMPLE = Purpose(projected=True, largest=30_000)
+
+
+def densities(structure: Structure) -> int:
+    """Return the number of densities at nodes that one expected log-likelihood
+    evaluates.
+
+    :param structure: the structure of the model at its arguments.
+    """
+    shapes, total = dict(structure.shapes), 0
+    for site in structure.observed:
+        number = max(len(site.predictors), 1)
+        nodes = {
+            Route.GAUSS_HERMITE: NODES.get(number, 1) ** number,
+            Route.CORRELATED: correlated_softmax.NODES,
+        }
+        total += prod(shapes.get(site.name, ())) * nodes.get(site.route, 0)
+    return total

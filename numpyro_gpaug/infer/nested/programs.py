@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -30,10 +31,11 @@ from numpyro_gpaug.infer.nested.bound import (
 )
 from numpyro_gpaug.infer.nested.hyperparameters import Hyperparameters, compiled
 from numpyro_gpaug.math.arrays import in_dtype_of
-from numpyro_gpaug.math.compiling import jit
+from numpyro_gpaug.math.compiling import SMALL, jit
 from numpyro_gpaug.math.importance import compensated_sum
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.closures import watched
+from numpyro_gpaug.model.costs import densities
 from numpyro_gpaug.model.joint import JointView
 from numpyro_gpaug.model.latents import JOINT
 from numpyro_gpaug.model.structure import Trace, run_model
@@ -42,6 +44,8 @@ from numpyro_gpaug.model.whitened import whitened
 # The largest number of values that are held at once while draws are made.
 BUDGET = 2**21
 LARGEST_CHUNK = 64
+# The factor by which a run evaluates more expected log-likelihoods than a single fit.
+EVALUATIONS = 8
 # The increase in nats below which updates stop before draws. Draws are weighted
 # whatever Gaussian they come from: an error of this size reduces the effective sample
 # size by 2%.
@@ -116,7 +120,10 @@ class Programs:
         held = matrices + num_draws * (size + rows)
         self.chunk = max(1, min(LARGEST_CHUNK, BUDGET // held))
         self.batch = 1 if one_by_one else self.chunk
-        self._settle = compiled(self._evaluate, jit)
+        # Numerous evaluations pay for the time to compile.
+        quick = densities(self.structure) * EVALUATIONS < SMALL
+        settling = partial(jit, small=SMALL if quick else 0)
+        self._settle = compiled(self._evaluate, settling)
         self.draw, self.draw_apart, self.draw_mixed = (
             compiled(fn, jit) for fn in (self._draw, self._draw_apart, self._draw_mixed)
         )

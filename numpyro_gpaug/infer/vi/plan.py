@@ -22,6 +22,7 @@ from numpyro_gpaug.infer.vi.closed_params import ClosedParam
 from numpyro_gpaug.infer.vi.differentiation import floats_of
 from numpyro_gpaug.infer.vi.schedules import Schedule, as_schedule
 from numpyro_gpaug.infer.vi.sweeps import starts_augmented
+from numpyro_gpaug.model.costs import densities
 from numpyro_gpaug.model.latents import Structure
 from numpyro_gpaug.model.structure import Plate
 
@@ -113,6 +114,11 @@ class Plan:
     def dtype(self) -> Any:
         """The dtype of bounds."""
         return jnp.result_type(*(b.dtype for b in self.structure.blocks))
+
+    @cached_property
+    def densities(self) -> int:
+        """The number of densities that one expected log-likelihood evaluates."""
+        return densities(self.structure)
 
     @property
     def optim(self) -> Any:

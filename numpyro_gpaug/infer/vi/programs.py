@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -105,8 +106,8 @@ class Programs:
         # fit into memory. Callers never pass in a state that a user holds.
         self.advance, self.advance_batches = (
             jit(
-                fn, held="plan", static_argnames=("plan", "static"),
-                donate_argnames="state",
+                fn, held="plan", work=attrgetter("densities"),
+                static_argnames=("plan", "static"), donate_argnames="state",
             )
             for fn in (run_chunk, run_batches)
         )  # fmt: skip
