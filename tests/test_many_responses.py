@@ -15,17 +15,19 @@ from numpyro_gpaug.model.responses import Responses
 KEY = jax.random.key(0)
 pytestmark = pytest.mark.usefixtures("x64")
 GENES, CELLS, SUBJECTS = 6, 30, 5
-OPTIONS = {"over": ("subject", "exposure", "y"), "progress_bar": False}
+OPTIONS = {"over": ("subject", "exposure", "y", "offset"), "progress_bar": False}
+OFFSET = np.linspace(-1.0, 1.0, GENES)
 
 
-def model(x, subject, exposure, y=None):
+def model(x, subject, exposure, y=None, *, offset):
     size = numpyro.sample("size", dist.Gamma(2.0, 0.5))
     tau = numpyro.sample("tau", dist.Gamma(2.0, 2.0))
     slope = numpyro.sample("slope", dist.Normal(0.0, 2.0).expand([2]).to_event(1))
     with numpyro.plate("subjects", SUBJECTS):
         effect = numpyro.sample("effect", dist.Normal(0.0, tau))
     with numpyro.plate("cells", len(x)):
-        rate = exposure * jnp.exp(slope[0] + slope[1] * x + effect[subject])
+        eta = slope[0] + slope[1] * x + effect[subject]
+        rate = exposure * jnp.exp(offset + eta)
         numpyro.sample("y", dist.NegativeBinomial2(rate, size), obs=y)
 
 
@@ -36,7 +38,7 @@ def genes(number=GENES):
     base, slope = r.normal(1, 0.5, (number, 1)), r.normal(0, 0.5, (number, 1))
     effect = r.normal(0, 0.7, (number, SUBJECTS))[:, subject]
     mean = exposure * np.exp(base + slope * x + effect)
-    return x, subject, exposure, r.negative_binomial(3, 3 / (3 + mean))
+    return x, subject, exposure, r.negative_binomial(3, 3 / (3 + mean)).astype(float)
 
 
 def fitter(model=model, **options):
@@ -50,9 +52,12 @@ def fitted():
     with jax.enable_x64(True):
         svi, (x, subject, exposure, y) = fitter(), genes()
         subjects = np.stack([subject] * GENES)
-        exposure[1, 3], subjects[2, 0], y[4, 5] = np.nan, SUBJECTS, -1
+        # A count between two others has a density, but no place in the support.
+        exposure[1, 3], subjects[2, 0], y[4, 5] = np.nan, SUBJECTS, 0.5
         with pytest.warns(UserWarning, match="3 of 6 fits did not converge"):
-            fits = svi.run_many(KEY, 60, x, subjects, exposure, y=y, **OPTIONS)
+            fits = svi.run_many(
+                KEY, 60, x, subjects, exposure, y=y, offset=OFFSET, **OPTIONS
+            )
     return svi, (x, subjects, exposure, y), fits
 
 
@@ -60,8 +65,9 @@ def test_each_fit_is_its_own(fitted) -> None:
     svi, (x, subject, exposure, y), fits = fitted
     for i in (0, 5):
         result = svi.run(
-            KEY, 60, x, subject[i], exposure[i], y=y[i], progress_bar=False
-        )
+            KEY, 60, x, subject[i], exposure[i], y=y[i], offset=OFFSET[i],
+            progress_bar=False,
+        )  # fmt: skip
         single = svi.posterior(result)
         assert fits.steps[i] == len(result.losses)
         np.testing.assert_allclose(fits.bounds[i], -result.losses[-1], rtol=1e-9)
@@ -121,7 +127,7 @@ def test_predictions_are_those_of_each(fitted) -> None:
 def test_too_few_steps_are_not_convergence(fitted) -> None:
     svi, (x, subject, exposure, y), _ = fitted
     with pytest.warns(UserWarning, match="6 of 6 fits did not converge"):
-        fits = svi.run_many(KEY, 2, x, subject, exposure, y=y, **OPTIONS)
+        fits = svi.run_many(KEY, 2, x, subject, exposure, y=y, offset=OFFSET, **OPTIONS)
     assert fits.verdicts[0] == "not converged in 2 steps"
     assert np.isfinite(fits.bounds).tolist() == [True, False, False, True, False, True]
 

@@ -7,6 +7,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from numpyro.infer.util import log_density
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.diagnostics import Calibration, sbc
@@ -94,10 +95,22 @@ def test_latents_may_be_drawn_from_the_posterior() -> None:
     """Around observations that are far from the prior."""
     y, seen = jnp.full((ROWS, 2), 6.0), []
 
+    def density(body, *args):
+        return log_density(body, args, {}, {"z": jnp.ones(2)})[0]
+
     class Both(Exact):
+        def __init__(self, simulated):
+            super().__init__(simulated)
+            self.model = simulated
+
         def run(self, key, data, y=None):
             if y is None:  # the posterior given the observations
                 return super().run(key, {"y": data}, None)
+            if not seen:  # both data sets, and the prior once
+                prior = dist.Normal(0.0, jnp.array([1.0, 2.0])).log_prob(1.0).sum()
+                each = density(model, y) + density(model, data["y"])
+                found = density(self.model, data, y)
+                np.testing.assert_allclose(found, each - prior, rtol=1e-5)
             seen.append(data["y"].mean())
             return super().run(key, {"y": np.concatenate([data["y"], y])}, y)
 
