@@ -336,7 +336,8 @@ def by_r(case: str, package: str) -> dict[str, Any]:
             writer.writerow(data)
             writer.writerows(zip(*(x.tolist() for x in data.values()), strict=True))
         spent = "sum(proc.time()[1:2])"
-        call = f"a <- {spent}; {FORMULAS[case][package]}; cat({spent} - a, '\\n')"
+        fit = f"fit <- {FORMULAS[case][package]}"
+        call = f"a <- {spent}; {fit}; cat({spent} - a, '\\n')"
         code = f"library({package}); d <- read.csv('{path}'); cat({spent}, '\\n');"
         done = subprocess.run(
             ["Rscript", "-e", f"{code} {call}; {call}"],
