@@ -4,11 +4,11 @@ by ``diagnostics.sbc``.
 
 Every data set is drawn from the model: its latents from the prior (``prior``), or from
 the posterior of the data, with which it is then fitted together (``data``). ``worst``
-is the smallest ``p`` of all quantities, times their number; ``covered`` is the mean
-share of true values in 90% intervals, over all quantities but hyperparameters and the
-log-likelihood; ``tau`` that of the hyperparameter, and ``likelihood`` is the ``p`` of
-the log-likelihood. ``svi`` are fits by ``ConjugateSVI``, whose hyperparameter is at a
-point::
+is the smallest ``p`` of all quantities, times their number; ``lost`` counts fits that
+failed or did not converge; ``covered`` is the mean share of true values in 90%
+intervals, over all quantities but hyperparameters and the log-likelihood, ``tau`` that
+of the hyperparameter, and ``likelihood`` the ``p`` of the log-likelihood. ``svi`` are
+fits by ``ConjugateSVI``, whose hyperparameter is at a point::
 
     GPAUG_DATA=/path/to/data python examples/benchmarks/calibration.py --sets 1000
 
@@ -29,7 +29,7 @@ from latent import cbpp, load
 
 import numpyro_gpaug as gpaug
 
-COLUMNS = {"truth": "", "fit": "", "sets": "d", "failed": "d", "uncertified": "d"}
+COLUMNS = {"truth": "", "fit": "", "sets": "d", "lost": "d", "uncertified": "d"}
 COLUMNS |= {"worst": ".3f", "covered": ".3f", "tau": ".3f", "likelihood": ".3f"}
 COLUMNS |= {"seconds": ".0f", "cpu": ".0f"}
 CASES = "prior nested", "data nested", "prior svi"
@@ -56,7 +56,7 @@ def row(case: str, how: Namespace) -> dict[str, Any]:
         return float(table[column].get(label, float("nan")))
 
     return {
-        "truth": truth, "fit": by, "sets": how.sets, "failed": len(found.failures),
+        "truth": truth, "fit": by, "sets": how.sets, "lost": len(found.failures),
         "uncertified": len(found.uncertified),
         "worst": min(1.0, float(table["p"].min()) * len(table)),
         "covered": float(others["90%"].mean()), "tau": at("tau", "90%"),
@@ -77,9 +77,12 @@ def main() -> None:
     parser.add_argument("--progress", action="store_true")
     parser.add_argument("--json", type=Path, help="write the results there")
     how = parser.parse_args()
-    rows = [row(case, how) for case in how.cases]
-    print_table(rows, COLUMNS)
-    write_report(how.json, rows)
+    rows: list[dict[str, Any]] = []
+    for case in how.cases:
+        rows.append(row(case, how))
+        # As each is done: the next may take minutes.
+        print_table(rows, COLUMNS)
+        write_report(how.json, rows)
 
 
 if __name__ == "__main__":
