@@ -442,27 +442,33 @@ class Programs:
             map_, prior = view.maps()[JOINT], view.prior
             parts = [jax.tree.map(lambda x, k=k: x[k], factors) for k in range(modes)]
             qs = [moments_given(part, view) for part in parts]
-            moved = widths[:, None] * noise
-            z = jnp.stack([q.mean + q.unwhiten(moved) for q in qs])
-            z = z[chosen, jnp.arange(len(chosen))]
+            # The first draw of each Gaussian is its mean.
+            moved = jnp.pad(widths[:, None] * noise, [(1, 0), (0, 0)])
+            drawn = [self._drawn_latents(view, q, moved) for q in qs]
+            means = [[x[0] for x in each] for each in drawn]
+            z, white, own = (
+                jnp.stack(x)[chosen, 1 + jnp.arange(len(chosen))]
+                for x in zip(*drawn, strict=True)
+            )
 
-            def log_density(part: Any, z: Array) -> Array:
-                return log_factors(map_, part, z[None]) + prior.terms(z).sum()
+            def log_density(part: Any, z: Array, own: Array) -> Array:
+                return log_factors(map_, part, z[None]) + own.sum()
 
-            def terms(z: Array, white: Array, width: Array) -> tuple[Any, ...]:
+            def terms(
+                z: Array, white: Array, own: Array, width: Array
+            ) -> tuple[Any, ...]:
                 logs = []
-                for part, q in zip(parts, qs, strict=True):
-                    fall = log_density(part, z) - log_density(part, q.mean[0])
+                for part, q, (mean, _, at_mean) in zip(parts, qs, means, strict=True):
+                    fall = log_density(part, z, own) - log_density(part, mean, at_mean)
                     volume = 0.5 * q.log_det[0] + size * jnp.log(width)
                     logs.append(fall / jnp.square(width) - volume)
                 mixed = jax.nn.logsumexp(log_shares + jnp.stack(logs))
                 data, trace = log_terms(white)
-                rest = jnp.append(prior.terms(z), -mixed)
+                rest = jnp.append(own, -mixed)
                 sums = compensated_sum(jnp.concatenate([data, rest]))
                 return *sums, self._latents(trace)
 
-            white = self._white(view, z)
-            weighed = jax.vmap(terms)(z, white, widths)
+            weighed = jax.vmap(terms)(z, white, own, widths)
             # The weights contain the volumes. This value shows only whether the
             # Gaussians exist.
             finite = jnp.stack([0 * q.log_det[0] for q in qs]).sum()
