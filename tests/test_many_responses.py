@@ -138,6 +138,7 @@ def slopes(x, y=None):
         numpyro.sample("y", dist.Poisson(jnp.exp(slope * x)), obs=y)
 
 
+@pytest.mark.skipif(jax.device_count() < 2, reason="XLA_FLAGS name fewer devices")
 def test_devices_share_the_responses() -> None:
     mesh = jax.make_mesh((2,), ("rows",), devices=jax.devices()[:2])
     x, y = np.linspace(-1, 1, 8), np.arange(24).reshape(3, 8)

@@ -27,13 +27,14 @@ from numpyro_gpaug.model.latents import Grouping, Structure
 from numpyro_gpaug.model.program import Program
 
 Shapes = dict[str, jax.ShapeDtypeStruct]
-# Entries of a matrix that predictions may take, and above which rows by groups, which
-# take a check, are the faster.
+# The largest number of entries in a matrix for predictions, and the number from which
+# on rows by groups are faster although they need a check.
 _MOST, _LARGE = 2**24, 2**20
-# Numbers of members are told in digits that float32 has with room for rounding.
+# Numbers of members are written in digits to this base, which float32 resolves with
+# room for rounding.
 _BASE = 1024
-# Random vectors that a map is compared by, and how far, in units of the last digit, it
-# may be off by rounding.
+# The number of random vectors with which a map is compared, and the largest rounding
+# error, in units of the last digit.
 PROBES, ROUNDING = 2, 500
 
 
@@ -80,7 +81,8 @@ class BySites(NamedTuple):
             return _flat(program.run(wanted, dict(zip(sites, shaped, strict=True))))
 
         start, scaled = jax.linearize(values, {k: _zeros(s) for k, s in shapes.items()})
-        # Zero is as good as any values, and known without the hyperparameters.
+        # The map is affine, so it is linearised at zero, which does not depend on the
+        # hyperparameters.
         _, push = jax.linearize(predictors, jnp.zeros_like(start))
         return cls(scaled, push, start.size)
 
@@ -199,7 +201,7 @@ class Predictors(NamedTuple):
         ]
         (left, at), (right, other) = found
         seen, also = ((x != 0).any(-1) for x in (left, right))
-        # Steps in the order of the chain.
+        # Both steps in the order of the chain.
         turned = also & (~seen | (other < at))
         first = jnp.where(turned[:, None], right, left)
         second = jnp.where(turned[:, None], left, right)
@@ -225,8 +227,8 @@ class Predictors(NamedTuple):
         codes = [counted // _BASE**k % _BASE for k in range(digits)]
         marks = jnp.stack([jnp.ones_like(counted), *codes]).astype(structure.dtype)
         marks = marks * marked
-        # One number of every member at a time. The compiler would compute it all
-        # itself, and slowly, where nothing else is known only later.
+        # One number of every member at a time. The barrier prevents the compiler from
+        # computing all of this itself, slowly, if nothing else is unknown.
         eye = jnp.eye(each, dtype=structure.dtype)[:, None, None, :]
         asked = lax.optimization_barrier(marks[None, :, :, None] * eye)
         told = jax.vmap(jax.vmap(self._pushed(grouping)))(asked)
@@ -257,7 +259,7 @@ class Predictors(NamedTuple):
         rng, worst = np.random.default_rng(0), jnp.zeros((), self.offset.dtype)
         for _ in range(PROBES):
             probe = jnp.asarray(rng.normal(size=structure.size), structure.dtype)
-            # Without the offset, which may be larger than all else.
+            # Without the offset, which may be much larger than the rest.
             moved = form.shifts(parts, probe)
             off = self.push(structure.split(probe)) - moved
             worst = jnp.maximum(worst, relative(off, scale))
@@ -292,7 +294,7 @@ def _matrix(linear: Callable[[Array], Array], like: Array, number: int) -> Array
     :param number: the length of its result.
     """
     if number < like.size:
-        # By rows, where there are fewer of them.
+        # Row by row if there are fewer rows.
         pull = jax.linear_transpose(linear, like)
         eye = jnp.eye(number, dtype=jax.eval_shape(linear, like).dtype)
         return jax.vmap(lambda row: pull(row)[0], out_axes=1)(eye)
@@ -325,7 +327,7 @@ def check_groups(misfit: Array, what: str) -> None:
     :param misfit: the error from :meth:`Predictors.misfit`.
     :param what: the name of the data in the message.
     """
-    # No program for a comparison.
+    # In Python, because a comparison in JAX would compile a program.
     if not float(misfit) < ROUNDING:
         raise NotConjugateError(
             f"{what} depend on several groups or steps, but when the guide was set "

@@ -102,7 +102,7 @@ class Arguments(_Split):
         :param added: the rows to add.
         """
         num = self.num_rows
-        # In turn: shares of rows with some property stay as they are.
+        # In turn, so that the shares of rows with some property stay the same.
         chosen = np.arange(added.size) % num
         arrays: list[Any] = [
             np.asarray(x)[chosen] if i in added.which else x

@@ -105,7 +105,7 @@ def check_given(
         matrix = np.asarray(given.get(name, np.eye(1)), float)
         turned = np.swapaxes(matrix, -1, -2)
         error = np.abs(matrix - turned).max()
-        symmetric = error <= 1e-4 * np.abs(matrix).max()  # not so if NaN
+        symmetric = error <= 1e-4 * np.abs(matrix).max()  # false for NaN
         if not symmetric or np.linalg.eigvalsh(matrix).min() <= 0:
             raise ValueError(
                 f"init_params[{name!r}] of shape {matrix.shape} is not symmetric "

@@ -27,9 +27,9 @@ from numpyro_gpaug.errors import ModelChangedError
 from numpyro_gpaug.math.arrays import has_doubles
 from numpyro_gpaug.math.fingerprints import fingerprint
 
-# Read as what they are called, wherever they are installed.
+# Objects of these libraries are identified by their names, wherever they are installed.
 _LIBRARIES = {"jax", "jaxlib", "numpy", "numpyro", "numpyro_gpaug", "builtins"}
-# Names by which code reads attributes that it does not name.
+# Functions and names through which code reads attributes that it does not name.
 _BY_NAME = {"getattr", "vars", "__dict__", "asdict", "astuple", "fields", "tree"}
 
 
@@ -55,7 +55,7 @@ class Version:
         return self is other or not self.contents.isdisjoint(other.contents)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Another process has another model, whose objects are elsewhere.
+        # Another process has another model, whose objects have other addresses.
         return type(None), ()
 
 
@@ -68,21 +68,22 @@ class Watched:
     def __init__(self, model: Callable[..., Any]) -> None:
         self.model = model
         self._names: set[str] = set()
-        # Of the last reading: JAX's arrays with their digests, which do not change, and
-        # objects told by where they are, so that no others get to be there.
+        # From the last reading: JAX arrays with their digests, which do not change; and
+        # objects that are identified by their address, kept alive so that no other
+        # object takes it.
         self._held: dict[int, tuple[Any, int]] = {}
-        # By digests of all.
+        # By the digest of everything that was read.
         self._versions: dict[bytes, Version] = {}
         self._last = b""
         self._counted = 0
-        # Names of containers that the model changes as it runs.
+        # Names of containers that the model itself changes when it runs.
         self.ignored: set[str] = set()
 
     def version(self) -> Version:
         """Return the version of the model, with the values that it reads now."""
         content = self._read(self.model)
         if content not in self._versions:
-            # As if it had never read anything else, so that it is known again.
+            # Read from the beginning, so that an earlier version is recognised.
             self._names.clear()
             content = self._read(self.model)
         found = self._versions.pop(content, None)
@@ -148,7 +149,7 @@ class Watched:
             reader = _Reader(file, self)
             try:
                 reader.dump((has_doubles(), *objects))
-            except RecursionError:  # it is not read as far as that
+            except RecursionError:  # objects that are nested too deeply are not read
                 pass
             if len(self._names) == known:
                 break
@@ -186,9 +187,9 @@ class Watched:
         }
 
 
-# Versions of a model that are known again.
+# The largest number of versions of a model that are recognised.
 _MOST = 64
-# How often models ran.
+# The number of runs of models.
 _RUNS = [0]
 
 
@@ -258,7 +259,7 @@ class _Reader(pickle.Pickler):
         if isinstance(obj, np.generic):
             return _told(obj.dtype.str, obj.tobytes())
         if sparse.issparse(obj):
-            # Whether entries are in order is recorded when they are first read.
+            # SciPy records whether entries are sorted when they are first read.
             return _told(kind.__qualname__, _without_flags(vars(obj)))
         if isinstance(obj, jax.Array):
             return self._array(obj)
@@ -272,7 +273,7 @@ class _Reader(pickle.Pickler):
             return _told(kind.__name__, obj.__func__)
         if kind is property:
             return _told("property", obj.fget)
-        if hasattr(obj, "__wrapped__"):  # of jit, lru_cache
+        if hasattr(obj, "__wrapped__"):  # of jit and lru_cache
             return _told(kind.__qualname__, obj.__wrapped__)
         return self._object(obj, kind)
 
@@ -318,7 +319,7 @@ class _Reader(pickle.Pickler):
         return found
 
     def _same(self, obj: Any) -> tuple[Any, ...]:
-        # No tracer, which would outlive its trace.
+        # Tracers are not kept, because they would outlive their trace.
         if not isinstance(obj, jax.core.Tracer):
             self.held[id(obj)] = obj, 0
         return _told(type(obj).__qualname__, id(obj))
@@ -404,7 +405,7 @@ def _facts(code: CodeType) -> _Facts:
     assigned = {*found["STORE_GLOBAL"], *found["STORE_DEREF"]}
     known = dict.fromkeys(found["LOAD_GLOBAL"] + found["LOAD_NAME"])
     modules = tuple(dict.fromkeys(found["IMPORT_NAME"]))
-    # An older format, which writes equal code alike.
+    # An older format, which writes equal code equally.
     written = marshal.dumps(_placeless(code), 2)
     return _Facts(
         written, tuple(x for x in known if x not in assigned), frozenset(assigned),
@@ -456,7 +457,7 @@ def _contents(fn: FunctionType) -> tuple[Any, ...]:
     for cell in fn.__closure__ or ():
         try:
             held.append(cell.cell_contents)
-        except ValueError:  # not yet filled
+        except ValueError:  # an empty cell
             held.append(None)
     return tuple(held)
 

@@ -86,7 +86,7 @@ def independent_data(model: Callable[..., Any]) -> Callable[..., Any]:
     def chosen(message: dict[str, Any]) -> Reparam | None:
         fn, value = message["fn"], message["value"]
         _check_factors(message["name"], base_distribution(fn))
-        # Data of another shape are refused where sites are checked.
+        # Data of another shape are refused by the checks of sites.
         right = message["is_observed"] and jnp.shape(value) == fn.shape()
         return _Independent() if right and correlated_axes(fn) else None
 

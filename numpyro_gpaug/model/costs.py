@@ -11,12 +11,13 @@ from numpyro_gpaug.math import correlated_softmax
 from numpyro_gpaug.math.expectation import NODES
 from numpyro_gpaug.model.latents import Structure
 
-# The programs of other forms take a quarter of a second longer to compile: so many
-# operations they have to save, as long as that in two hundred sweeps, ten fits.
+# The programs of the other forms take a quarter of a second longer to compile. They
+# must save that many operations, which take as long in two hundred sweeps (ten fits).
 _OVERHEAD = 2e7
-# Gaussian latents in one dense matrix: all, or those beside groups.
+# The largest number of Gaussian latents in one dense matrix, which contains all of them
+# or those outside of groups.
 MAX_DENSE = 5000
-# Fields of fewer coordinates are a dense matrix: the operations of it are fewer.
+# Fields with fewer nodes are dense matrices, whose programs have fewer operations.
 FEWEST_NODES = round(_OVERHEAD ** (1 / 3))
 
 
@@ -76,9 +77,9 @@ class Purpose(NamedTuple):
         return large or structure.cost(rows) > self.operations
 
 
-# Beyond some seconds for each update, estimates of log-determinants.
+# If an update would take more than some seconds, log-determinants are estimated.
 FIT = Purpose(operations=1e11)
-# Of standard normal numbers alone.
+# Standard normal variables only.
 WHITE = Purpose(fields=False)
 # For exact samplers.
 SAMPLE = Purpose(projected=True, largest=30_000)

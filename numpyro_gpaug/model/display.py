@@ -27,7 +27,8 @@ def latent_rows(structure: Structure) -> list[Row]:
     :param structure: the structure of a model.
     """
     if structure.joint:
-        # A prediction at the rows of the fit does not know theirs: nobody may miss it.
+        # A prediction at the rows of the fit does not use these latents, so their rows
+        # are marked.
         kinds = "Gaussian", "Gaussian, of each datum: predictions draw it anew"
         return [(s.name, str(s.value_shape), kinds[s.local]) for s in structure.sites]
     return [_block_row(structure, block) for block in structure.blocks]
@@ -62,7 +63,7 @@ def observed_rows(
 
     def shape(site: Observed) -> str:
         found = shapes.get(site.name, "")
-        # What NumPyro observes at a factor is an empty vector.
+        # NumPyro observes an empty vector at a factor.
         return str(found[:-1] if site.factor and found else found)
 
     return [(site.name, shape(site), route(site)) for site in structure.observed]

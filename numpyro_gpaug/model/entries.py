@@ -38,12 +38,13 @@ from numpyro_gpaug.model.jaxpr import (
 from numpyro_gpaug.model.listing import Operation
 from numpyro_gpaug.model.program import Program
 
-# Instead of a place: no entry; entries of several places, by a sum; and in any way.
+# Codes instead of a place: no entry; a sum of entries of several places; and any
+# function of several places.
 NONE, SUM, MIXED = -1, -2, -3
 
 Places = tuple[Any, ...]
 
-# Nonlinear functions of all entries along some axes.
+# Operations that compute nonlinear functions of all entries along some axes.
 _ALONG = {
     "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax",
     "argmin", "cumlogsumexp", "cummax", "cummin", "cumprod", "sort",
@@ -78,11 +79,11 @@ class Entries:
         self.mixing: str | None = None
         #: The operation that first added up entries.
         self.summing: str | None = None
-        #: Whether it depends on traced values which entries are combined.
+        #: Whether traced values determine which entries are combined.
         self.unchecked = False
-        #: Whether places depend on indices, which are others with other data.
+        #: Whether places depend on indices, which differ between data sets.
         self.by_data = False
-        #: Arrays of places that occur together, of two predictors.
+        #: Arrays of places that occur together in two predictors.
         self.pairs: list[Places] = []
 
     def run(self, operations: Sequence[Operation]) -> None:
@@ -259,8 +260,6 @@ class Entries:
             return len(moving) == 1 and not (name == "div" and 1 in moving)
         return name in LINEAR or (name in LINEAR_IN and moving <= set(LINEAR_IN[name]))
 
-    # What becomes of places.
-
     def _combined(
         self, moving: list[Places], shape: tuple[int, ...], linear: bool
     ) -> Places:
@@ -347,7 +346,7 @@ class Entries:
         for p in places:
             at = (*key, id(p))
             if at not in self._memo:
-                # What has an id stays alive.
+                # Objects whose id is used must stay alive.
                 self._memo[at] = _move(eqn, p, others), p, others
             found.append(self._memo[at][0])
         return tuple(found)
@@ -414,7 +413,7 @@ class Entries:
         numbers, shape = eqn.params["dimension_numbers"], eqn.outvars[0].aval.shape
         found = []
         if index.places is not None:
-            # Each entry of the result is chosen by one row of the indices.
+            # One row of the indices chooses each entry of the result.
             rows = self._along(index.places, (np.ndim(index.places[0]) - 1,), False)
             axes = [i for i in range(len(shape)) if i not in numbers.offset_dims]
             found.append(tuple(_spread(p, axes, shape) for p in rows))

@@ -51,7 +51,7 @@ class ExponentialSum:
     mean: Array
     variance: Array
 
-    # NumPy's arrays leave arithmetic to it.
+    # NumPy arrays defer arithmetic to this class.
     __array_ufunc__: ClassVar[None] = None
 
     @property
@@ -221,7 +221,8 @@ def _after(eqn: Any, operands: list[Any]) -> list[Any]:
 def _after_sums(eqn: Any, operands: list[Any]) -> Any:
     name = eqn.primitive.name
     if name == "ne" and operands[0] is operands[1]:
-        # Asked whether it is NaN (by xlogy), a sum is not.
+        # The comparison x != x (of xlogy) asks whether a value is NaN, and these sums
+        # are not.
         return jnp.zeros(eqn.outvars[0].aval.shape, bool)
     (like, *_) = (x for x in operands if isinstance(x, ExponentialSum))
     summed = name == "reduce_sum" and eqn.outvars[0].aval.size < like.mean.size
@@ -236,7 +237,7 @@ def _after_sums(eqn: Any, operands: list[Any]) -> Any:
         return _UNARY[name](like)
     if name not in _BINARY and name not in ("pow", "integer_pow", "select_n"):
         raise NoFormError(name)
-    # An axis of size 1 goes with one of any size.
+    # An axis of size 1 is broadcast.
     shape = eqn.outvars[0].aval.shape
     operands = [_broadcast(x, shape) for x in operands]
     if name in _BINARY:

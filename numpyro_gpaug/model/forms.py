@@ -27,10 +27,11 @@ from numpyro_gpaug.model.latents import GaussianSite, Grouping, Structure, coded
 from numpyro_gpaug.model.links import Declared
 from numpyro_gpaug.model.loops import WIDEST, Loop
 
-# Members of a grouping, at least; numbers of each, at most.
+# The smallest number of members of a grouping, and the largest number of latents of
+# each member.
 _FEWEST, _WIDEST = 16, 8
-# Latents of a grouping that are part of a dense border beside an iterative form, at
-# most: each is a column of its own in the recurrences.
+# The largest number of latents of a grouping in a dense border beside an iterative
+# form, where each is a column of the recurrences.
 _BORDER = 64
 
 
@@ -71,7 +72,8 @@ class Asked(NamedTuple):
         found = once(misfits, self.arrays)
         if any(isinstance(misfit, Tracer) for misfit in found):
             return ()
-        # Python's numbers: in a trace JAX traces comparisons of what is known, too.
+        # As Python numbers, because in a trace JAX also traces comparisons of known
+        # arrays.
         pairs = zip(loops, map(float, found), strict=True)
         return tuple(loop.steps for loop, misfit in pairs if misfit < ROUNDING)
 
@@ -160,7 +162,8 @@ def find_sparse(
             ((depends, place, off),) = asked.looked_at(structure, [grouping])
             if isinstance(off, Tracer):
                 return None
-            # A number of Python's: in a trace JAX traces comparisons of what is known.
+            # As a Python number, because in a trace JAX also traces comparisons of
+            # known arrays.
             if float(off) < ROUNDING:
                 if grouping.colours:
                     most = int(np.asarray(depends).sum(-1).max(initial=1))
@@ -174,7 +177,7 @@ def find_sparse(
     forms = [_sparse(structure, part, asked.pairs, fields) for part in (found, chosen)]
     form = min(forms, key=lambda form: form.cost(rows))
     whole = form.cost(rows) + purpose.overhead(form)
-    # The other form has numbers of the same size.
+    # The other form has the same number of latents.
     if whole < structure.cost(rows) and asked.misfit(form) < ROUNDING:
         return form
     return None
@@ -414,7 +417,7 @@ def _groupings(
             continue
         place = len(known)
         both = single, group
-        # Sites that share no datum may be joined by a third.
+        # Sites that share no datum may be joined by a third one.
         while fitting := [i for i, x in enumerate(known) if _alike(structure, x, both)]:
             place = fitting[0]
             (one, seen), (other, group) = known.pop(place), both
@@ -436,7 +439,7 @@ def _alike(
     ):
         return False
     members = [structure.members(Grouping(g.sites)) for g in (first, second)]
-    # New rows have other members of the one, not of the other.
+    # New rows have other members of one site, but not of the other.
     local = [structure.site(g.sites[0][0]).local for g in (first, second)]
     both = (group >= 0) & (seen >= 0)
     same = bool((group == seen)[both].all() and both.any())
@@ -506,7 +509,7 @@ def _group_of_data(
         left, right = found[first], found[second]
         if ((left != right) & (left >= 0) & (right >= 0)).any():
             return None
-        # One that all data share looks at no group.
+        # A latent that all data share belongs to no group.
         single = np.bincount(np.concatenate(pairs), minlength=len(found)) == 1
         for place in (first, second):
             np.maximum.at(

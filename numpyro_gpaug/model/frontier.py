@@ -25,8 +25,8 @@ from numpyro_gpaug.model.jaxpr import COPIES, RESHAPES
 from numpyro_gpaug.model.listing import Operation, execute
 from numpyro_gpaug.model.program import Program
 
-# From a root to what becomes nonlinear: one operand that depends on latents, and as
-# many entries of it as of the result, or copies of them.
+# Operations between a root and a nonlinear operation: one operand depends on latents,
+# and the result has the same entries or copies of them.
 _WALKED = RESHAPES | COPIES | {
     "add", "sub", "mul", "div", "neg", "select_n", "broadcast_in_dim",
 }  # fmt: skip
@@ -78,7 +78,7 @@ def frontier(
     """
     inputs = program.inputs.values()
     reached = program.between([x for x in outputs if program.depends(x)], inputs)
-    # What is affine to its very end is a root itself, as everything else is.
+    # An output that is affine is a root itself, like everything else.
     found = [x for x in outputs if program.affine(x)]
     read = [*outputs, *(x for operation in reached for x in operation.operands)]
     used = {x for x in read if not isinstance(x, Literal)}
@@ -90,7 +90,7 @@ def frontier(
     scaled: dict[int, bool] = {}
     for candidate in found:
         root, by_array = _root(program, candidate)
-        # Computed twice from the same things, it is one.
+        # Two computations of the same value are one root.
         token = program.values[root].token
         roots.setdefault(token, root)
         scaled[token] = scaled.get(token, True) and by_array
@@ -253,7 +253,7 @@ def _root(program: Program, variable: Any) -> tuple[int, bool]:
         depends = [x for x in operands if program.depends(x)]
         if len(depends) != 1 or eqn.primitive.name not in _WALKED:
             break
-        # A sum with a larger array repeats its entries before, by a broadcast.
+        # A sum with a larger array repeats its entries first, by a broadcast.
         (variable,) = depends
         if eqn.primitive.name in ("mul", "div"):
             scaled |= any(

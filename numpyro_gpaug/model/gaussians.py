@@ -271,9 +271,9 @@ def car_precision(base: dist.CAR) -> Array:
 
 @_whitening.register
 def _(base: dist.CAR, shape: tuple[int, ...]) -> Whitening:
-    # Dense, and so made only where there is no sparse form.
+    # Dense, so it is computed only if there is no sparse form.
     def inverse() -> Array:
-        # LAPACK's triangular solves fail to compile in steps of a scan.
+        # LAPACK's triangular solves do not compile inside a scan.
         whole = car_precision(base)
         found = small.cholesky_and_inverse(whole.reshape(-1, *whole.shape[-2:]))[1]
         return found.reshape(whole.shape)
@@ -295,7 +295,7 @@ def _(base: dist.TransformedDistribution, shape: tuple[int, ...]) -> Whitening |
         return None
     batch = shape[: len(shape) - base.event_dim]
     inner = base.base_dist
-    # Expanded over a plate, each member has numbers of its own.
+    # Expanded over a plate, because each member has its own values.
     found = whitening(inner if inner.batch_shape == batch else inner.expand(batch))
     if found is None:
         return None

@@ -420,7 +420,8 @@ def require_conjugate(structure: Structure, updates: str) -> None:
             )
 
 
-# Why a site is held that is multiplied by another, say.
+# The reason why, for example, a site is a hyperparameter that another site is
+# multiplied by.
 IN_DENSITY = "in the density"
 # Members of a plate with a model of their own, from which on joint fits are slow.
 MANY_MEMBERS = 32
@@ -448,7 +449,7 @@ class Reading:
         self._survey, self._projected, self.sites = survey, purpose.projected, sites
         self._small = {s.name for s in sites if prod(s.shape) <= purpose.held}
         self.classes: dict[str, type] = {}
-        # Whether a registered likelihood takes one predictor for each datum, by site.
+        # By site: whether a registered likelihood takes one predictor for each datum.
         self._single: dict[str, bool] = {}
         self.observed: Callable[[str], Observed] = cache(self._routed)
         shapes = {s.name: jax.ShapeDtypeStruct(s.shape, survey.dtype) for s in sites}
@@ -483,7 +484,7 @@ class Reading:
 
         :param blamed: candidates, with the reason for each.
         """
-        # Names in the order of the model: those blamed come from a set.
+        # In the order of the model, because the names come from a set.
         sizes = {s.name: prod(s.shape) for s in self.sites if s.name in blamed}
         tried: dict[str, Reading] = {}
         passed: dict[str, int] = {}

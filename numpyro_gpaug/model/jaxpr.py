@@ -45,7 +45,7 @@ class Dependence(NamedTuple):
         return self.nonlinear is None
 
 
-# What an operation does to values is said here, and nowhere else.
+# These tables are the only place that states what an operation does to values.
 LINEAR = {
     "add", "sub", "neg", "add_any", "copy", "copy_p", "real", "imag", "conj", "complex",
     "select_n", "reduce_precision", "stop_gradient",
@@ -79,8 +79,8 @@ ELEMENTWISE = {
     "regularized_incomplete_beta", "polygamma", "zeta", "and", "or", "xor",
     "convert_element_type",
 }  # fmt: skip
-# Calls of programs: what they compute is what the called program does. A derivative
-# that a call brings of its own says nothing of its values.
+# Calls of programs, which compute what the called program computes. A custom derivative
+# of a call says nothing about its values.
 _PLAIN = {
     "jit", "pjit", "closed_call", "core_closed_call", "core_call", "remat", "remat2",
     "checkpoint",
@@ -218,7 +218,7 @@ class Reader:
             name = eqn.params.get("name")
             if self._differentiated and eqn.primitive.name in OWN_DERIVATIVE:
                 name = called_name(eqn)
-                # What has no forward derivative cannot be linearised.
+                # Without a forward derivative, a function cannot be linearised.
                 forward = eqn.primitive.name == "custom_jvp_call"
                 if not forward or has_other_derivative(eqn):
                     results = [
@@ -423,8 +423,8 @@ def _mixed(state: State, op: str | None) -> State:
     return {key: Dependence(None, d.nonlinear or op) for key, d in state.items()}
 
 
-# Points at which derivatives are compared, the step of finite differences, and how far
-# both may differ, relative to their size.
+# The number of points at which derivatives are compared, the step of finite
+# differences, and the largest relative difference.
 _POINTS, _STEP, _FAR = 3, 0.01, 0.05
 
 

@@ -41,7 +41,7 @@ from numpyro_gpaug.model.structure import Observed, Trace, run_model
 from numpyro_gpaug.model.view import View
 from numpyro_gpaug.model.whitened import Parts, parts_of, whitened
 
-# Of likelihoods whose parameter is the predictor.
+# Routes of likelihoods whose parameter is the predictor.
 REGISTERED = Route.CLOSED_FORM, Route.CORRELATED
 
 
@@ -138,7 +138,7 @@ class JointView(View):
                     "up, but not with these arguments. Set up another guide with "
                     "these"
                 )
-        # Of a longer series the first block is that of the one that was fitted.
+        # In a longer series, the first block is that of the fitted one.
         return [
             self.chained(known[steps[:2]]._replace(steps=steps))
             for steps in self.structure.recurrences
@@ -303,8 +303,6 @@ class JointView(View):
         (_, *latents) = self.structure.functions[name].shape
         return [*jnp.eye(math.prod(latents)).reshape(-1, *latents)]
 
-    # Processes by their function values, for samplers.
-
     @cached_property
     def _conditionals(self) -> dict[str, Any]:
         """The conditional distributions of the processes at their inputs, by name."""
@@ -346,7 +344,7 @@ class JointView(View):
                 and state[name].elementwise
                 for state in own
             )  # fmt: skip
-            # Not by inducing values that the model reads itself.
+            # Not if the model itself reads the inducing values.
             alone &= program.inputs[site] not in program.read_for(self._roots, [value])
             if alone and f.outputs.loadings is None and f.outputs.latents is None:
                 found.append(name)
@@ -356,8 +354,6 @@ class JointView(View):
         """Return function values by variable."""
         values = self._program.outputs.values
         return {values[name].variable: x for name, x in functions.items()}
-
-    # What a fit is made of.
 
     def maps(self, factors: dict[str, Any] | None = None) -> dict[str, Any]:
         """Return the affine map from the joint Gaussian to all predictors,

@@ -124,7 +124,7 @@ class JointPredictiveView(JointView):
         patterns = {name: self._fields[name].prior.pattern for name in found}
         places = {k: fingerprint([x.rows, x.columns]) for k, x in patterns.items()}
         return {
-            # A number that float32 has.
+            # A number that float32 represents exactly.
             name: jnp.append(_checksum(values), int(places[name]) % 2**16)
             for name, values in found.items()
         }
@@ -510,7 +510,7 @@ class JointPredictiveView(JointView):
         (likelihood,) = self._at_zero([self._program.outputs.likelihoods[site.name]])
         whole_shape = self._program.avals[variable].shape
         batch = whole_shape[: len(whole_shape) - site.correlated]
-        # The entries of a matrix count row by row.
+        # The entries of a matrix are counted row by row.
         shape = *batch, math.prod(whole_shape[len(batch) :])
         noise = covariance_of(likelihood.fn, site.correlated)
         map_ = self._affine([variable]).matrices

@@ -88,7 +88,7 @@ def conditioned(
     eye = jnp.eye(len(own), dtype=mean.dtype)
     whitener = linalg.inverse_cholesky(eye + (ours * precision) @ ours.T)
     given = whitener.T @ (whitener @ ours)
-    # How the rows' own follow all others, and what is left of them.
+    # The regression of the rows' own latents on all others, and the residual.
     follow = -(spread @ projection) @ (given * precision).T
     left = jnp.zeros((len(own), structure.size), mean.dtype).at[:, own].set(whitener)
     rows = jnp.concatenate([spread.at[:, own].set(follow), left])

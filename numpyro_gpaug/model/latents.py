@@ -231,8 +231,6 @@ class Structure:
             return self.members(first)
         return self.along(self.recurrences[0])[1]
 
-    # In another basis.
-
     def turned(self, projection: np.ndarray) -> Structure:
         """Return the dense structure whose numbers are coordinates in principal
         directions of the predictors. Standard normal numbers remain standard normal.
@@ -291,8 +289,6 @@ class Structure:
             else numbers[part.name].ravel()
             for part in self._parts
         ])  # fmt: skip
-
-    # Forms.
 
     def in_form(self, form: Form, groupings: tuple[Grouping, ...]) -> Structure:
         """Return this structure in another form, with its numbers in another order.
@@ -509,7 +505,7 @@ class Structure:
                 at = [slice(None)] * (len(lead) + len(over) - 1)
                 part = part.reshape(whole)[(*at, there)]
             moved = part.reshape((*lead, *over, *rest))
-            # NumPy's or JAX's: places are numbers too.
+            # NumPy or JAX, because places are NumPy arrays.
             found[name] = (np if isinstance(moved, np.ndarray) else jnp).moveaxis(
                 moved, front, back
             )

@@ -174,7 +174,7 @@ def _of_group(
     there, at = members >= 0, jnp.maximum(members, 0)
     cut, wide = slopes.shape[1], len(members)
     pp = whole[:, at][:, :, :, at].reshape(cut * wide, cut * wide)
-    # Members that are not there have no factor.
+    # Absent members have no factor.
     each = jnp.where(there[:, None, None], precision[at], 0)
     w = jnp.einsum("rij,rs->irjs", each, jnp.eye(wide, dtype=pp.dtype))
     return pp, w.reshape(pp.shape), jnp.where(there, slopes[at].T, 0).ravel()

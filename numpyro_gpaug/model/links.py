@@ -117,7 +117,7 @@ class Chained:
         # One step at a time.
         self._single = Grouping(loop.steps.sites)
         self._shape = *structure.along(self._single), structure.each(self._single)
-        # What steps leave that depends on the numbers affinely.
+        # Outputs of steps that depend affinely on the standard normal variables.
         self._moving = [
             k
             for k, x in enumerate(loop.stacked)
@@ -219,7 +219,7 @@ class Chained:
         def moved(state: Array, number: Array) -> Array:
             return self._flat(self._push(self._states(state), self._numbers(number))[0])
 
-        # One direction at a time, and all at once in a random one.
+        # One direction at a time, and all at once in a random direction.
         both = carried + each
         basis = np.eye(both)[:, None, None]
         ones = np.broadcast_to(basis, (both, chains, length, both))
@@ -239,7 +239,8 @@ class Chained:
         """
         size, each = len(lags), lags.shape[-1]
         lags = self._whole(jnp.moveaxis(lags, 0, 2))
-        # (chains, blocks, step, lag, r, r) as rows of steps and columns of two blocks.
+        # (chains, blocks, step, lag, r, r) become rows of steps and columns of two
+        # blocks.
         apart = np.arange(size)[:, None] + size - np.arange(2 * size)
         seen = (apart >= 1) & (apart <= size)
         rows = jnp.arange(size)[:, None]
@@ -298,7 +299,7 @@ class Chained:
         x = self._structure.grouped(loop.steps, numbers)
         x = x.reshape(*links.values.shape[:3], 1)
         white = x - small.product(links.values, step_before(x))
-        # Site after site, and now step after step.
+        # From an order by sites to an order by steps.
         back = np.argsort(self._order)
         new = small.product(links.inverse, x[..., back, :])
         new, white = (
@@ -310,7 +311,7 @@ class Chained:
             state += small.product(loading, new[..., None])[..., 0]
             new = step_before(new)
         if not loop.carried:
-            # A running sum leaves its states.
+            # A running sum returns its states.
             (sums,), (k,) = self._states(state), loop.stacked
             return found | {k: found[k] + jnp.moveaxis(sums, 0, loop.axis)}
         before = self._states(step_before(state))

@@ -186,7 +186,7 @@ class _Scan:
         self._eqn, self._reader, self._begun = eqn, reader, begun
         self._begin, self._count = carried_by(eqn, eqn.params["jaxpr"].jaxpr)
         nonlinear = [k for k, state in enumerate(left) if not _affine(state)]
-        #: What steps leave beside, by place; none where it is carried on, too.
+        #: Other outputs of the steps, by place; none if they are also carried.
         self.late = [] if min(nonlinear, default=0) < self._count else nonlinear
 
     def parted(self) -> Any:
@@ -203,7 +203,7 @@ class _Scan:
         passed = _passed(step, wanted, {*same, *own})
         rest = [k for k in range(count, len(results)) if k not in self.late]
         plain = [results[k] for k in rest]
-        # What is left, and looked at too, is left once.
+        # A value that is returned and also used is returned once.
         alone = [x for x in plain if isinstance(x, Literal) or x not in passed]
 
         def parted(*operands: Any) -> list[Any]:
@@ -275,7 +275,7 @@ def execute(
     def read(variable: Any) -> Any:
         if not isinstance(variable, Literal):
             return env[variable]
-        # In the dtype that it stands for.
+        # In the dtype of the variable.
         aval: Any = variable.aval
         return jnp.asarray(variable.val, aval.dtype)
 

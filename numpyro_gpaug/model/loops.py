@@ -15,11 +15,11 @@ from numpyro_gpaug.math.equations import carried_by
 from numpyro_gpaug.model.latents import Grouping, Structure
 from numpyro_gpaug.model.program import Program
 
-# Numbers of a step's state, and of a block of steps, at most.
+# The largest numbers of values in the state of a step, and in a block of steps.
 WIDEST = 128
 
-# What is carried on, and what is left, of what is the same at all steps, what was
-# carried, and what a step has of its own.
+# Returns the carry and the outputs of a step, given the constants, the carry, and the
+# inputs of the step.
 _Step = Callable[..., tuple[list[Array], list[Array]]]
 
 
@@ -59,7 +59,8 @@ def loops(program: Program, structure: Structure) -> Iterator[Loop]:
             continue
         length, states, loop = _KINDS[name](program, operation)
         entering = names(program, (*loop.operands[0], *loop.operands[2]))
-        # What is not affine is carried for itself: nothing that is depends on it.
+        # A state that is not affine is carried without being part of a chain, because
+        # nothing affine depends on it.
         states = [s for s in states if affine(program, s[1], entering)]
         moved = [(k, s) for k, x, s in states if entering & names(program, [x])]
         reached = entering & {
@@ -70,8 +71,8 @@ def loops(program: Program, structure: Structure) -> Iterator[Loop]:
             yield loop._replace(steps=steps, states=tuple(moved))
 
 
-# How many steps there are; of what is carried the place, a variable that depends on
-# what it does, and the shape; and the loop.
+# The number of steps; for each carried value its place, a variable that depends on it,
+# and its shape; and the loop.
 _Found = tuple[int, list[tuple[int, Any, tuple[int, ...]]], Loop]
 
 

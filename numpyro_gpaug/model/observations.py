@@ -75,7 +75,7 @@ def check_shape(name: str, site: dict[str, Any]) -> None:
     expected = tuple(fn.batch_shape) + tuple(fn.event_shape)
     base = base_distribution(fn)
     if shape != expected:
-        # Logits of shape (N,) are those of one datum with N classes.
+        # Logits of shape (N,) belong to a single datum with N classes.
         single = isinstance(base, CategoricalLogits) and base.logits.shape == shape
         hint = "; for C classes give the process num_latents=C" if single else ""
         columns = shape[:-1] == expected and base.is_discrete
@@ -96,7 +96,7 @@ def check_shape(name: str, site: dict[str, Any]) -> None:
         )
     for frame in site.get("cond_indep_stack", ()):
         rows = expected[frame.dim - len(fn.event_shape)]
-        if rows != frame.size:  # of size 1: others cannot be broadcast
+        if rows != frame.size:  # of size 1; other sizes cannot be broadcast
             raise ValueError(
                 f"site {name!r}: observations of shape {shape} are in plate "
                 f"{frame.name!r}, which has (or draws) {frame.size} of {rows} rows"
@@ -177,10 +177,10 @@ def check_observations(
 
     cached = {} if programs is None else programs
     names, compiled = remembered(cached, arguments.shapes, compiled_flags)
-    # A guide may be called in a trace that does not concern its arguments.
+    # A guide may be called in a trace that its arguments are not part of.
     inside_all = compiled(arguments.arrays)
     for (name, parameter), inside in zip(names, inside_all, strict=True):
-        # The model may close over values that are traced.
+        # The model may close over traced values.
         if not isinstance(inside, jax.core.Tracer) and not inside:
             with numpyro.validation_enabled(is_validate=False):
                 message = run(arguments.arrays)[name]
@@ -251,11 +251,12 @@ def valid_observations(trace: Trace) -> dict[tuple[str, str], Array]:
         base = base_distribution(fn)
         for k, constraint in base.arg_constraints.items():
             if constraint in (constraints.real, constraints.real_vector):
-                continue  # nothing to break, and logits cost a factorisation
+                # any value is valid, and computing logits may need a factorisation
+                continue
             if k in vars(base) and not constraints.is_dependent(constraint):
                 value = jnp.asarray(getattr(base, k))
-                # What is not finite has a cause of its own (a failed Cholesky, say),
-                # which the first steps find.
+                # Values that are not finite have another cause (such as a failed
+                # Cholesky factorisation), which the first steps report.
                 finite = jnp.all(jnp.isfinite(value))
                 valid[name, k] = jnp.all(constraint(value)) | ~finite
         if isinstance(base, Linked):

@@ -25,10 +25,11 @@ from numpyro_gpaug.model.jaxpr import jaxpr_and_tree
 from numpyro_gpaug.model.rows import rows_apart
 from numpyro_gpaug.model.structure import any_key, remembered, run_model
 
-# The smallest size: programs of fewer rows are no faster. From there on at most one row
-# in as many is added.
+# The smallest padded size, because programs with fewer rows are no faster. Above it, at
+# most one row in this number is added.
 _LEAST, _GRAIN = 64, 8
-# With more rows, compiling is a small part of a fit, and copies of the data are large.
+# With more rows, compilation is a small part of a fit, and copies of the data are
+# large.
 _MAX_ROWS = 2**17
 
 Shape = tuple[int, ...]
@@ -47,7 +48,7 @@ class Padding:
 
     def __init__(self, model: Callable[..., Any], data: tuple[str, ...] = ()) -> None:
         self._model, self._data = model, data
-        # By all that arguments have but for their numbers of rows.
+        # By everything in arguments except their numbers of rows.
         self._families: dict[Hashable, _Family] = {}
         self._traced: dict[Hashable, _Traced] = {}
         self._proved: dict[Hashable, Added | None] = {}
@@ -76,14 +77,14 @@ class Padding:
         size = -(-num // parts) * parts
         if several:
             size = padded_size(num, parts, 1 if doubling else _GRAIN)
-        # Inducing inputs may be as many as the rows of some data.
+        # The number of inducing inputs may equal the number of rows of some data.
         rows = family.rows & _with_rows(arguments)
         if size == num or not rows:
             return arguments
         added = Added(size, frozenset(rows))
         key = arguments.shapes, added
         proved = remembered(self._proved, key, lambda: self._prove(arguments, added))
-        if proved is None:  # and perhaps wrong arguments, which tell nothing of others
+        if proved is None:  # the arguments may be wrong, so nothing follows for others
             return arguments
         family.rows = rows
         return arguments.with_rows(proved)
@@ -102,7 +103,7 @@ class Padding:
         :return: ``added``, with the axes of deterministic sites; ``None`` without a
             proof.
         """
-        # Weighted, too: the same program but for the number of rows.
+        # With weights, so that it is the same program except for the number of rows.
         few = arguments.with_rows(added._replace(size=arguments.num_rows))
         more = arguments.with_rows(added)
         try:
@@ -120,7 +121,7 @@ class Padding:
                 for axis in _differing(shape, other.computed[name])
             ]
             return added._replace(axes=tuple(axes))
-        # Of the model at another number of rows, and of shapes that do not fit.
+        # Errors of the model at another number of rows, and of shapes that do not fit.
         except (TypeError, ValueError, IndexError, KeyError):
             return None
 
@@ -163,7 +164,7 @@ class _Family:
     def __init__(self, first: Arguments) -> None:
         self._first = first.num_rows
         self._several = False
-        #: Which arrays have a row per datum.
+        #: Which arrays have one row per datum.
         self.rows = _with_rows(first)
 
     def sees(self, arguments: Arguments) -> bool:

@@ -18,7 +18,7 @@ from numpyro_gpaug.model.explained import explained
 from numpyro_gpaug.model.jaxpr import called_jaxpr
 from numpyro_gpaug.model.structure import Plate, Trace
 
-# Operations whose result still is the index of a plate: those before a gather.
+# Operations before a gather that return the index of a plate unchanged.
 _KEPT = {"broadcast_in_dim", "convert_element_type", "reshape", "squeeze"}
 
 
@@ -74,7 +74,7 @@ def trace_plates(run: Callable[[Any], Trace], arguments: Arguments) -> dict[str,
 
     with explained(arguments):
         jaxpr = jax.make_jaxpr(indices)(arguments.arrays).jaxpr
-    # A dict is flattened by its sorted names. The inputs of processes follow.
+    # A dict is flattened in the order of its names. The inputs of processes follow.
     members = zip(jaxpr.outvars, sorted(plates), strict=False)
     spans = {
         v: _Span(name, 0, plates[name].size - 1)
@@ -119,7 +119,7 @@ class _Reading:
         self.sizes, self.shapes = sizes, shapes
         # First and last rows, by argument, plate and axis.
         self.taken: dict[tuple[_Data, str, int], list[tuple[int, int]]] = {}
-        # Arguments of which something else is used as well.
+        # Arguments that are also used in other ways.
         self.elsewhere: set[_Data] = set()
 
     def read(self, jaxpr: Any, known: dict[Any, Any]) -> list[Any]:
@@ -182,7 +182,7 @@ class _Reading:
         """
         for (data, plate, axis), spans in self.taken.items():
             shape = self.shapes[data.number]
-            covered = 0  # so many rows, from the first one on
+            covered = 0  # the number of rows from the first one on
             for low, high in sorted(spans):
                 covered = max(covered, high + 1) if low <= covered else covered
             if data not in self.elsewhere and covered < shape[axis]:
@@ -206,7 +206,7 @@ def _moved(eqn: Any, given: list[Any], span: _Span) -> Any:
     if name in _KEPT:
         return span
     if name == "select_n":
-        # Negative indices count from the end: these are not.
+        # Negative indices count from the end. These indices are not negative.
         return given[1] if isinstance(given[0], _Never) else None
     constants = [int(v.val) for v in eqn.invars if _is_whole(v)]
     if len(constants) != 1:

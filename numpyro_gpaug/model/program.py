@@ -65,7 +65,7 @@ class Gather(NamedTuple):
         :param indices: values of the variable.
         :param raw: values of the variables before wrapping.
         """
-        # Of numbers that are known nothing is compiled.
+        # Known numbers are compared without compilation.
         traced = any(isinstance(x, Tracer) for x in (indices, *raw))
         xp: Any = jnp if traced else np
         flat, *raw = (xp.asarray(x) for x in (indices, *raw))
@@ -134,7 +134,7 @@ class Program(Listing):
 
         used = self.read_for(wanted, ())
         known = {k: x for k, x in self.constants.items() if k in used}
-        # In one program: each operation by itself would be one to compile.
+        # In one program, because each single operation would compile another one.
         ranges = once(extremes, known) if operations else extremes(known)
         return found + list(zip(gathers, ranges, strict=True))
 

@@ -22,9 +22,9 @@ _ROWWISE = ELEMENTWISE | LINEAR | {
     "reduce_precision", "stop_gradient",
 }  # fmt: skip
 _REDUCTIONS = {"argmax", "argmin", "reduce_prod", "reduce_sum"}
-# Over rows, too, they see no more in rows that repeat others.
+# Over rows, too: repeated rows do not change their result.
 _IDEMPOTENT = {"reduce_and", "reduce_max", "reduce_min", "reduce_or"}
-# Params that hold shapes, of operations that keep the number of rows.
+# Parameters with shapes, of operations that keep the number of rows.
 _SHAPES = {
     "broadcast_in_dim": "shape", "iota": "shape", "reshape": "new_sizes",
     "slice": "limit_indices", "gather": "slice_sizes",
@@ -44,7 +44,7 @@ def rows_apart(few: Any, many: Any) -> bool:
     """
     try:
         _Pair(_row_sizes(few.jaxpr, many.jaxpr)).closed(few, many)
-    except (_MixedError, ValueError):  # of tuples that differ in length
+    except (_MixedError, ValueError):  # zip of tuples of different lengths
         return False
     return True
 
@@ -121,7 +121,7 @@ class _Pair:
         elif isinstance(x, tuple | list):
             return any([self._param(*pair) for pair in zip(x, y, strict=True)])
         else:
-            # Derivatives that come with a function are made for these very programs.
+            # Custom derivatives are created for exactly these programs.
             derivative = callable(x) or hasattr(x, "call_wrapped")
             _demand(derivative or _equal(x, y))
             return False
@@ -141,15 +141,16 @@ def _keeps_rows(eqn: Any, ins: list[int | None], out: int | None) -> bool:
         return True
     if name == "gather":
         numbers = params["dimension_numbers"]
-        if axis in numbers.operand_batching_dims:  # of each row, by its own indices
+        # rows of the operand, each with its own indices
+        if axis in numbers.operand_batching_dims:
             place = numbers.operand_batching_dims.index(axis)
             paired = numbers.start_indices_batching_dims[place]
             rank = eqn.outvars[0].aval.ndim
             batch = [i for i in range(rank) if i not in numbers.offset_dims]
             return ins[1] == paired and out == batch[paired]
-        if ins[1] is not None:  # what is wanted of something without rows, by row
+        if ins[1] is not None:  # values without rows, gathered for each row
             return axis is None and out is not None and out not in numbers.offset_dims
-        # Columns of rows: along these the operand is taken whole.
+        # Columns of rows: along the other axes the operand is taken completely.
         apart = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
         whole = [i for i in range(eqn.invars[0].aval.ndim) if i not in apart]
         if axis not in whole or axis in numbers.start_index_map:
@@ -178,7 +179,8 @@ def _keeps_rows(eqn: Any, ins: list[int | None], out: int | None) -> bool:
     if name == "squeeze":
         return axis not in params["dimensions"]
     if name == "reshape":
-        # The same number of entries before a row, and hence within one.
+        # The number of entries before a row is the same, so the number within one is,
+        # too.
         before = eqn.invars[0].aval.shape[:axis], eqn.outvars[0].aval.shape[:out]
         return out is not None and prod(before[0]) == prod(before[1])
     if name == "slice":

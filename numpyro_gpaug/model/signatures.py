@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
-# To read a signature takes longer than to look at all arguments of a small fit.
+# Reading a signature takes longer than checking all arguments of a small fit.
 _KNOWN: WeakKeyDictionary[Any, inspect.Signature] = WeakKeyDictionary()
 
 
@@ -22,7 +22,7 @@ def signature_of(model: Callable[..., Any]) -> inspect.Signature:
     except KeyError:
         found = _KNOWN[model] = inspect.signature(model)
         return found
-    except TypeError:  # it is not hashable, or nothing refers to it weakly
+    except TypeError:  # not hashable, or without weak references
         return inspect.signature(model)
 
 

@@ -26,8 +26,8 @@ from numpyro_gpaug.model.latents import Structure
 from numpyro_gpaug.model.signatures import argument_names
 from numpyro_gpaug.model.structure import flat_functions, run_model
 
-# By the parameter that says along which axes, operations that make one number of many,
-# and that put them in order.
+# Operations that reduce many numbers to one or sort them, with the parameter that
+# states the axes.
 _POOLING = {
     "reduce_sum": "axes", "reduce_max": "axes", "reduce_min": "axes",
     "reduce_prod": "axes", "argmax": "axes", "argmin": "axes", "sort": "dimension",
@@ -80,7 +80,7 @@ def sources(
         processes = [m["fn"] for m in messages if isinstance(m.get("fn"), Conditional)]
         fns = [base_distribution(m["fn"]) for m in observed]
         parameters = [[vars(x).get(k) for k in x.arg_constraints] for x in fns]
-        # Factors, terms of the density, may well be sums over rows.
+        # Factors are terms of the density, and may be sums over rows.
         terms = [p for x, p in zip(fns, parameters, strict=True) if _is_factor(x)]
         others = [p for x, p in zip(fns, parameters, strict=True) if not _is_factor(x)]
         return (

@@ -62,7 +62,7 @@ class MedianStart:
         num, start = math.prod(shape), self._taken
         self._taken = start + num
         if self._taken > _POOL:
-            # Not kept: a site may be in a loop, whose values must not leave it.
+            # Not kept, because a site may be in a loop whose values must not leave it.
             return _draws(jax.random.fold_in(self._key, start), num).reshape(shape)
         return self._pool[start : self._taken].reshape(shape)
 
@@ -87,7 +87,8 @@ def _quantile(prior: Distribution, normal: Array) -> Array:
     if isinstance(prior, Normal):
         return prior.loc + prior.scale * normal
     if isinstance(prior, TransformedDistribution):
-        # Up or down: the distribution of a start is the same from either end.
+        # The direction of a transform does not matter: the distribution of a start is
+        # symmetric.
         value = _quantile(prior.base_dist, normal)
         for transform in prior.transforms:
             value = transform(value)

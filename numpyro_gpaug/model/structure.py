@@ -96,7 +96,7 @@ class Plate(NamedTuple):
     subsample_size: int
 
 
-# Shapes of arguments for which something about a model is remembered.
+# The largest number of shapes of arguments for which results about a model are kept.
 MAX_SHAPES = 64
 
 
@@ -128,7 +128,7 @@ def fill(fn: Callable[..., Any], values: dict[str, Any]) -> Callable[..., Any]:
         if not isinstance(value, Leaves):
             return jax.tree.map(lambda x: jnp.asarray(x) if is_array(x) else x, value)
         initial = message["fn"](*message["args"], **message["kwargs"])
-        if initial is None:  # asks whether there is a value before it brings one
+        if initial is None:  # the first call asks whether the param has a value
             return None
         declared = len(jax.tree.leaves(initial))
         if declared != len(value.leaves):
@@ -173,8 +173,8 @@ def run_model(
         model = first_rows(model, arguments.arrays[-1], added.size)
     filled = fill(handlers.seed(expanded_sites(model), key), values)
     filled = handlers.substitute(filled, substitute_fn=_somewhere)
-    # NumPyro checks parameters that are known numbers, a program for each operation,
-    # and traces the check of all others: check_constants does without.
+    # NumPyro checks known parameters with a program for each operation, and traces the
+    # checks of all others. check_constants replaces this.
     unchecked = numpyro.validation_enabled(is_validate=False)
     with handlers.block(expose_types=expose_types), unchecked:
         policy = residual_policy(filled, "mean")

@@ -208,8 +208,8 @@ class Survey:
 
 def _block(name: str, site: str, message: dict[str, Any]) -> Block:
     value = message["value"]
-    # The dtype of the prior, not of the draw, which NumPyro makes in the default dtype;
-    # but Normal(0, 1) has integer parameters.
+    # The dtype of the prior, not of the draw, which NumPyro makes in the default dtype.
+    # Normal(0, 1) has integer parameters.
     dtype = jnp.result_type(base_distribution(message["fn"]).loc)
     floating = jnp.issubdtype(dtype, jnp.floating)
     return Block(name, site, value.shape, dtype if floating else value.dtype)

@@ -28,9 +28,9 @@ from numpyro_gpaug.model.signatures import signature_of
 from numpyro_gpaug.model.sources import Sources, sources
 from numpyro_gpaug.model.structure import Trace, flat_functions, run_model
 
-# Kinds of parameters that are passed by name.
+# Kinds of parameters that may be passed by name.
 _BY_NAME = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-# Integers below it are float32 numbers.
+# All integers below this are float32 numbers.
 _LARGE = 2**24
 
 
@@ -73,11 +73,13 @@ def check_arguments(
                 _check_array(name, leaf, used)
 
 
-# Rows that are looked at for numbers that a dtype makes the same, where a column has
-# fewer than so many steps of it, and compared if it has.
+# The number of rows in which the check for values that a dtype does not distinguish
+# begins; the number of steps of the dtype within a column below which it goes on; and
+# the number of rows that it then compares.
 _SEEN, _COARSE, _COMPARED = 256, 2**12, 10**4
-# Of a number, what may be rounding of its own: a constant column is none. Numbers that
-# come in single precision have to be large.
+# The relative differences that may be rounding of the values themselves (a constant
+# column has only these), and the size from which on single-precision values are
+# checked.
 _OWN, _LARGE_SINGLE = 1e-11, 1e4
 
 
@@ -120,9 +122,9 @@ def _warn_of_rounding(name: str, value: np.ndarray) -> None:
             )
 
 
-# Of the kinds of numbers, those that every JAX has or takes for one that it has.
+# The dtypes that JAX has in every mode, or replaces by one that it has.
 _PLAIN = set(map(np.dtype, (bool, np.int32, np.int64, np.float32, np.float64)))
-# No squares of these are zero in any dtype.
+# The squares of larger numbers are positive in any dtype.
 _NOT_TINY = 1e-18
 
 
@@ -161,7 +163,7 @@ def _named(
     parameters = signature.parameters
     if not args and kwargs.keys() <= parameters.keys():
         plain = [p for p in parameters.values() if p.name in kwargs]
-        if all(p.kind in _BY_NAME for p in plain):  # bind, in less time
+        if all(p.kind in _BY_NAME for p in plain):  # faster than bind
             return {p.name: kwargs[p.name] for p in plain}
     try:
         return dict(signature.bind_partial(*args, **kwargs).arguments)
@@ -205,13 +207,13 @@ def _check_kind(name: str, value: Any, rows: int) -> None:
         )
     kind = type(value).__name__
     leaves = jax.tree.leaves(value) if kind in ("list", "tuple") else []
-    # Short tuples may be shapes of something.
+    # Short tuples may be shapes.
     numbers = all(isinstance(x, int | float | np.number) for x in leaves)
     if leaves and numbers and (kind == "list" or len(leaves) == rows):
         raise TypeError(
             f"{name} is a {kind} of {len(value)}: pass an array (numpy.asarray({name}))"
         )
-    # Shorter ones may be names of something.
+    # Shorter ones may be names.
     if len(leaves) == rows and leaves and all(isinstance(x, str) for x in leaves):
         raise TypeError(f"{name} is a {kind} of {len(value)} strings. {_ENCODE}")
 
@@ -257,7 +259,7 @@ def _check_size(name: str, value: Any, uses: Callable[[], Sources]) -> None:
     """Raise for entries that are not finite, or whose squares are not (data sets use
     1e20 or 1e36 for missing values), and for inputs whose squares are all zero."""
     dtype = jax.dtypes.canonicalize_dtype(value.dtype)
-    # Numbers alone may stand for a prior that is flat.
+    # A single number may be the scale of a flat prior.
     largest = math.sqrt(jnp.finfo(dtype).max) if np.ndim(value) else math.inf
     beyond = np.size(value) - total(_is_within, value, largest)
     if not beyond:
@@ -365,7 +367,7 @@ def explain_failure(
         if not all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves(value))
     ]
     if not broken:
-        # Joint latents are drawn from their prior: see check_trace.
+        # Joint latents are drawn from their prior; see check_trace.
         joint = structure.joint
         zeros = {} if joint else structure.zeros
         arguments, key = Arguments.split(args, kwargs), jax.random.key(0)

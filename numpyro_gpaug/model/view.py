@@ -124,7 +124,8 @@ class ModelView(View):
             return predictor_values(structure, trace), likelihoods
 
         values, push, likelihoods = jax.linearize(run, zeros, has_aux=True)
-        # Nothing of it that is read depends on the inputs of the linearisation.
+        # The parts of it that are read do not depend on the inputs of the
+        # linearisation.
         (trace,) = traces
         outputs = {
             b.name: conditional_of(trace, b).outputs for b in structure.processes
@@ -137,8 +138,6 @@ class ModelView(View):
         shapes = {k: jax.ShapeDtypeStruct(z.shape, z.dtype) for k, z in zeros.items()}
         predictors = Predictors(values, push, outputs, columns, shapes)
         return _Run(trace, predictors, likelihoods)
-
-    # Parts of the model.
 
     @property
     def predictors(self) -> Predictors:
@@ -168,8 +167,6 @@ class ModelView(View):
     def coupled(self) -> tuple[str, ...]:
         outputs = self.predictors.outputs
         return tuple(k for k, o in outputs.items() if o.loadings is not None)
-
-    # Geometry: what can be kept while hyperparameters rest.
 
     def maps(
         self, factors: dict[str, Any] | None = None
@@ -231,8 +228,6 @@ class ModelView(View):
                 "that plate. Pass them unchanged (latents=index)"
             )
         return scale * block.shape[0] / len(latents) if drawn else scale
-
-    # Expected log-likelihood.
 
     def expected(
         self, bound: str, sites: tuple[Observed, ...] | None = None

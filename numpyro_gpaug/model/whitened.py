@@ -211,7 +211,7 @@ def elementwise_expectation(fn: Any) -> Expectation | None:
     if found is None or len(found.latents) != 1:
         return None
     rank = jnp.ndim(getattr(base, found.latents[0]))
-    # One and the same distribution for several data is a sum over them of functions of
-    # one number: for quadrature.
+    # If several data share one distribution, the log-likelihood is a sum over them of
+    # functions of one number, which is computed by quadrature.
     shared = base.batch_shape == () and fn.batch_shape != ()
     return None if shared or rank > len(base.batch_shape) else found

@@ -32,7 +32,7 @@ def without_added(found: Any, few: Any, num: int) -> Any:
         mean = _of_array(found.mean, few.mean.shape, num)
         whole, covariance = found
         if covariance.shape == (whole.size, whole.size) and whole.ndim != 1:
-            # Entries of a table, counted row by row.
+            # Entries of a table are counted row by row.
             table = np.asarray(covariance).reshape(2 * whole.shape)
             kept = _of_array(table, 2 * few.mean.shape, num)
             return FunctionValues(mean, kept.reshape(mean.size, mean.size))
@@ -48,7 +48,7 @@ def without_added(found: Any, few: Any, num: int) -> Any:
     if isinstance(found, dict):
         return type(found)((k, without_added(x, few[k], num)) for k, x in found.items())
     if isinstance(found, jax.tree_util.PyTreeDef):
-        # A tree of a distribution, whose shape it contains.
+        # The tree of a distribution, which contains its shape.
         many, fewer = (jax.tree.unflatten(x, range(x.num_leaves)) for x in (found, few))
         return jax.tree.structure(without_added(many, fewer, num))
     if hasattr(found, "shape") and hasattr(found, "dtype"):
@@ -66,7 +66,7 @@ def _of_array(found: Any, few: tuple[int, ...], num: int) -> Any:
         shape = tuple(a if a == b else num for a, b in sizes)
         return jax.ShapeDtypeStruct(shape, found.dtype)
     kept = tuple(slice(None if a == b else num) for a, b in sizes)
-    # In NumPy: JAX would compile a program for each number of rows.
+    # In NumPy, because JAX would compile a program for each number of rows.
     return jax.device_put(np.asarray(found)[kept])
 
 
@@ -97,7 +97,7 @@ def joint_draws(
         index = lax.broadcasted_iota(place.dtype, mean.shape, axis)
         place, counts = place * whole + index, counts & (index < whole)
     if rows:
-        # Repeated rows would make it singular.
+        # Repeated rows would make the covariance singular.
         counts = counts.reshape(covariance.shape[:-1])
         eye = jnp.eye(covariance.shape[-1], dtype=mean.dtype)
         both = counts[..., :, None] & counts[..., None, :]

@@ -192,12 +192,12 @@ class Answers:
         check_observed(site, message, "log_prob")
         value = message["value"]
         if observed.correlated:
-            # One density for each datum, of several entries.
+            # One density for each datum, which has several entries.
             mask = getattr(message["fn"], "_mask", True)
             return jnp.where(mask, fn.log_prob(value), 0)
         if observed.factor:
             return fn.log_prob(value)
-        # Wrong labels would have a density of zero, or that of others.
+        # Wrong labels would have a density of zero, or that of other labels.
         inside = base_distribution(message["fn"]).support(value)
         density = jnp.where(inside, fn.log_prob(value), jnp.nan)
         return through_wrappers(message["fn"], lambda _: density)
@@ -226,8 +226,7 @@ class JointAnswers(Answers):
     def structure_at(
         self, model: Callable[..., Any], arguments: Arguments
     ) -> Structure:
-        # As many times as states. Of other processes, which have no such site, they
-        # mean nothing.
+        # As many times as the process has states. Other processes have no such site.
         structure = self._structure
         shapes = {s.name: s.shape for s in structure.sites}
         times = {
@@ -366,7 +365,8 @@ def _left_out(posterior: object, view: ModelView, fit: Fit) -> dict[str, Margina
         precision = gaussian_factors(at[name], slopes[name]).precision
         explained = variance - residual
         kept = 1 - precision * explained
-        # Not of this fit: its Gaussian holds less than the factor that is taken away.
+        # These observations are not from the fit: its Gaussian contains less
+        # information than the factor that is removed.
         without = jnp.where(kept > 0, explained / kept, jnp.nan)
         moved = mean - slopes[name].mean * without
         found[name] = Marginals(moved, residual + without)

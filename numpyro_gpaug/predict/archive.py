@@ -76,7 +76,8 @@ def describe(
     @precise
     def numbers(arrays: tuple[Array, ...], values: dict[str, Any]) -> Any:
         leaves, tree = jax.tree.flatten(kept._replace(arrays=arrays).merge())
-        # Other ones in every argument: a predictor may be of another one.
+        # Different numbers in every argument, because predictors may depend on any of
+        # them.
         args, kwargs = tree.unflatten(  # type: ignore[attr-defined]
             _data(x, i) if _is_shape(x) else x for i, x in enumerate(leaves)
         )
@@ -129,7 +130,7 @@ def _numbers(message: dict[str, Any]) -> dict[str, Array]:
         what = f"the distribution of {name!r} given its latents"
     gaussian = whitening(fn)
     if gaussian is None:
-        # Labels that stand for data are 0 and 1: of more classes these are not all.
+        # The labels in the data are 0 and 1, which is not enough for more classes.
         values = message["value"], message["value"] + 2
         return {what: jnp.stack([fn.log_prob(x) for x in values])}
     return {what: gaussian.value(_stand_in(gaussian.shape, float))}
@@ -217,7 +218,7 @@ def check_whole(
     :param by_params: whether the guide reads its blocks from params, not from moments.
     :raises ValueError: for such a fit; it names the parts.
     """
-    structure.sources()  # which are as many as predictors
+    structure.sources()  # this records the affine maps, which are as many as predictors
     own = [*fitted.own, *(fitted.members.own if fitted.members else ())]
     blocks = [] if by_params else sorted(b.name for b in structure.blocks)
     if sorted(own) != blocks:
@@ -264,7 +265,7 @@ def pack(tree: Any, path: str, arrays: dict[str, np.ndarray]) -> Any:
     """Return a JSON description of ``tree``; its arrays are added to ``arrays``, by
     path."""
     if isinstance(tree, np.ndarray | jax.Array):
-        # Numbered: names with slashes may make the same path twice.
+        # Numbered, because names with slashes may give the same path twice.
         name = f"{len(arrays)}/{path}"
         arrays[name] = np.asarray(tree)
         return {"array": name}

@@ -19,10 +19,11 @@ from numpyro_gpaug.model.signatures import argument_names, signature_of
 from numpyro_gpaug.model.sources import Sources
 from numpyro_gpaug.model.validation import check_arguments
 
-# Columns whose ranges are kept, rows that are looked at for them, and those of a
-# prediction. Half of these are beyond where the fit has been if they are so many
-# standard deviations from its mean, and as many times as far as any row of the fit.
-# Fewer rows than so many have no deviation to speak of.
+# The largest number of columns whose ranges are kept; the number of rows from which
+# they are computed; and of rows of a prediction that are compared. A warning follows if
+# half of these are this many standard deviations from the mean of the fit, and this
+# many times as far as any row of the fit. With fewer rows than the last number, there
+# is no reliable deviation.
 _COLUMNS, _ROWS, _SOME, _FAR, _TIMES, _FEW = 1000, 10**5, 64, 5.0, 2.0, 10
 
 
@@ -98,13 +99,13 @@ class FitArguments(NamedTuple):
             )
         kept = {k: v for k, v in kwargs.items() if k not in observations}
         rows = {f.shape[0] for f in structure.functions.values()}
-        # Of a term, numpyro.factor, no plate tells which are of data.
+        # A numpyro.factor has no plate that shows which arguments are data.
         if observations:
             rows |= {n for p in structure.plates.values() for n in p}
         named = {**dict(zip(parameters, args, strict=False)), **kept}
         at = arguments.merge()
         read = {**dict(zip(parameters, at[0], strict=False)), **at[1]}
-        # What inducing matrices are computed from has no row per datum, whatever its
+        # Arguments that determine inducing inputs have no row per datum, whatever their
         # length.
         shared = tuple(
             k for k in named if k in inducing or (rows and not _has_rows(read[k], rows))
@@ -144,10 +145,10 @@ class FitArguments(NamedTuple):
             those of the fit.
         """
         args, kwargs, _ = Columns.read(model, args, kwargs, self.labels)
-        # Observations that are not finite have no density, unless they are masked.
+        # Observations that are not finite have no density unless they are masked.
         check_arguments(model, args, kwargs, lambda: Sources(self.observations, (), ()))
         parameters = argument_names(model, len(args))
-        # What the fit got by name may come by position now.
+        # An argument passed by name in the fit may now be passed by position.
         kept = {
             k: v for k, v in self.kwargs.items() if k not in parameters[: len(args)]
         }
@@ -171,7 +172,8 @@ class FitArguments(NamedTuple):
         flags = Arguments.select_arrays((args, merged), jax.tree.leaves(is_new))
         pairs = list(zip(flags, arguments.arrays, strict=True))
         rows = [a.shape[0] for flag, a in pairs if flag and a.ndim]
-        # A series of so many steps, or a table of students and items, has no inputs.
+        # A series with a number of steps, or a table of students and items, has no
+        # inputs.
         if rows[:1] == [0] or (not rows and self.not_passed(model, arguments)):
             raise ValueError(
                 "pass the new inputs: arrays with one row per point, got shapes "
@@ -258,7 +260,7 @@ class FitArguments(NamedTuple):
             if name not in (*self.observations, *self.shared)
             and jax.tree.leaves(value)
             and (given.get(name) is None or _alike(given[name], value))
-            # Inputs of the fit, passed again, are those of new rows.
+            # If inputs of the fit are passed again, they belong to new rows.
             and by_place.get(name) is None
         )
 
@@ -358,6 +360,6 @@ def joined_rows(shape: tuple[int, ...], parts: list[Array]) -> Array:
             f"has {shape[axes[0]]} entries, as many as there are rows, and was "
             "mistaken for rows. Predict at another number of rows"
         )
-    # In NumPy: JAX would compile a program for each number of rows.
+    # In NumPy, because JAX would compile a program for each number of rows.
     whole = np.concatenate([np.asarray(part) for part in parts], axes[0])
     return jax.device_put(np.take(whole, range(shape[axes[0]]), axes[0]))

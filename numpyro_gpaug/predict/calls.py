@@ -96,7 +96,7 @@ class Calls:
                 found = self._at_once(what, padded, site, **how, **more)
                 return without_added(found, few, arguments.num_rows)
             except (TypeError, ValueError):
-                # Without added rows a message has the numbers of the arguments.
+                # The error of the arguments without added rows has the right sizes.
                 pass
         return self._at_once(what, arguments, site, **how)
 
@@ -110,8 +110,8 @@ class Calls:
             answer, prepared = self._predictor(
                 what, arguments, self._fitted, self._prepared, site, **how
             )
-        # Inside a caller's transformation it is not for others. Threads that come first
-        # at once compute the same twice, and keep either.
+        # Inside a transformation of the caller, the result is not kept. If several
+        # threads are the first, they compute the same values, and one is kept.
         if not is_traced(arguments):
             self._prepared = prepared
         return answer
@@ -125,7 +125,7 @@ class Calls:
         :param site: the observed site.
         :param together: the groups, by the places of their members.
         """
-        # No rows are added: they would have no group.
+        # No rows are added, because they would belong to no group.
         found = self._at_once("left_out", arguments, site, together=together)
         return self._explained(found, arguments)
 
@@ -142,10 +142,10 @@ class Calls:
         :param of: a function of the likelihood; ``None`` for its mean.
         :param rows: groups and weights of the rows.
         """
-        # Of each member whole pairs with opposite noise.
+        # Each member has complete pairs with opposite noise.
         each = 2 * -(-num // (2 * (self._fitted.size or 1)))
         how = {"key": key, "num": each, "of": of, "rows": rows}
-        # No rows are added: they would be averaged over.
+        # No rows are added, because they would be part of the average.
         found = self._at_once("average", arguments, site, **how)
         return self._explained(found, arguments)
 
@@ -186,8 +186,9 @@ class Calls:
         rows = next((len(a) for a, flag in pairs if flag), 0)
         size = batch_size if rows > SMALL_BATCH else min(batch_size, SMALL_BATCH)
         joint = self._predictor.structure.joint
-        # Rows may be members of a latent, which then are no others; those on several
-        # devices stay there. A number of rows that is passed in may be a plate's size.
+        # Rows may be members of a latent, which must not be repeated. Rows on several
+        # devices stay there. If the number of rows is an argument, it may be the size
+        # of a plate.
         at_once = (
             rows in (0, size)
             or rows in [x for _, x in arguments.static[1]]
@@ -221,14 +222,14 @@ class Calls:
             with self._naming(arguments):
                 return self._predictor.whole(*given, anew=anew)
 
-        # The structure of the answer (a distribution knows its batch shape) is traced
-        # for the first number of rows, and follows for others.
+        # The structure of the answer (a distribution contains its batch shape) is
+        # traced for the first number of rows, and derived from it for others.
         known, like = whole()
         others = known != rows
         try:
             blocks = [self._at_once(what, x, site) for x in (first, *rest)]
         except (TypeError, ValueError):
-            if others:  # an error has the shapes that were passed in
+            if others:  # an error has the shapes that the user passed
                 whole(anew=True)
             raise
         try:

@@ -19,7 +19,7 @@ from numpyro_gpaug.gp.markov import is_times
 from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.model.arguments import is_array
 
-# Draws of what another autoguide owns.
+# The number of draws of latents that another autoguide owns.
 MEMBERS = 64
 
 
@@ -181,7 +181,7 @@ def _joint(answers: FunctionValues, log_weights: Array) -> FunctionValues:
     weights, (means, covariances) = jnp.exp(log_weights), answers
     mean = jnp.tensordot(weights, means, 1)
     apart = means - mean
-    if covariances.ndim == 4:  # of independent functions, function by function
+    if covariances.ndim == 4:  # of independent functions, one by one
         apart = jnp.moveaxis(apart, -1, 1)
     else:
         apart = apart.reshape(len(apart), -1)
@@ -191,7 +191,7 @@ def _joint(answers: FunctionValues, log_weights: Array) -> FunctionValues:
 
 def _law(answers: Distribution, log_weights: Array) -> Distribution:
     weights = jnp.exp(log_weights)
-    # Of labels a mixture is of the same kind.
+    # A mixture of distributions of labels has the same class.
     if isinstance(answers, dist.BernoulliProbs):
         each = _aligned(weights, answers.probs)
         return dist.Bernoulli(probs=(each * answers.probs).sum(0))
@@ -249,7 +249,7 @@ def _left_out(answers: WithoutData, log_weights: Array, **how: Any) -> WithoutDa
 
 
 def _averages(answers: Array, log_weights: Array, **how: Any) -> Array:
-    # Their weights are the caller's business: draws of the first member come first.
+    # The caller applies the weights: draws of the first member come first.
     return answers.reshape(-1, *answers.shape[2:])
 
 

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 BATCH_SIZE = 1024
 # Of the points of a mixture, that count where data are left out.
 LEAST_MEMBERS = 5
-# Of an expectation by quadrature, in nats per datum.
+# The error of an expectation by quadrature, in nats per datum, that users are told of.
 MOST_ERROR = 1e-3
 
 P = ParamSpec("P")
@@ -225,7 +225,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         given = FitArguments.of_fit(
             predictor.model, structure, origins, args, kwargs, arguments
         )
-        if not whole:  # where one batch is says nothing of the others
+        if not whole:  # the range of one batch says nothing about others
             given = given._replace(ranges={})
         if labels:
             axes = predictor.axes(arguments, fitted, labels)
@@ -339,7 +339,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
             vector.
         """
         if site in self._sites:
-            # Of a covariance it takes a factorisation.
+            # A covariance matrix needs a factorisation.
             return remembered(self._laws, site, lambda: self._sites[site].distribution)
         weights = self.weights
         if site not in weights:

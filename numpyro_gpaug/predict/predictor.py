@@ -76,7 +76,7 @@ class Predictor:
         self._watch = watched(model)
         self._version = self._watch.version()
         self.structure = structure
-        # With the sizes of the last fit, to be known again by.
+        # With the sizes of the last fit, by which it is recognised.
         self.known: Structure | None = None
         self.function_posterior = guide.function_posterior
         self._moments = guide.moments
@@ -86,7 +86,7 @@ class Predictor:
         self.other_sites = self._answers.other_sites
         static = "what", "static", "site", "num", "grouped", "unpadded", "of"
         self._compiled = few(self._answer, static_argnames=static)
-        # Programs and what was found by tracing, by kind and shapes of arguments.
+        # Programs and results of tracing, by kind and shapes of arguments.
         self._cache: dict[Any, Any] = {}
         names = tuple(site.name for site in structure.observed)
         self._padding = Padding(self._without_data(), names)
@@ -152,7 +152,7 @@ class Predictor:
         known = prepared is not None
         if prepared is None:
             shapes = self._prepared_shapes(arguments, fitted)
-            # NumPy's: a zero of JAX's would be a program of its own for each shape.
+            # NumPy zeros, because JAX would compile a program for each shape.
             prepared = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), shapes)
         on_devices = on_mesh(arguments.mesh or mesh_of_latents(fitted))
         with on_devices, threads_for(self.structure.largest):
@@ -161,7 +161,7 @@ class Predictor:
                 static=arguments.static, site=site, **how,
             )  # fmt: skip
             if not is_traced(arguments):
-                # The limit on threads ends here, and so must the work.
+                # The limit on threads ends here, so the work must end here, too.
                 jax.block_until_ready(ordered.tree)
         if not known and not is_traced(arguments):
             for name, factor in prepared.factors.items():
@@ -184,7 +184,7 @@ class Predictor:
         :param what: see :meth:`__call__`.
         :param arguments: the model's arguments.
         """
-        # Covariances of rows take their cube.
+        # Joint covariances take the cube of the number of rows.
         return self._padding(arguments, doubling=what not in ("joint", "draws"))
 
     @one_thread
@@ -409,7 +409,7 @@ class Predictor:
         for name, mark in here.items():
             if not np.allclose(mark, marks[name], rtol=1e-3, atol=1e-5):
                 if arguments.static[-1] is not None:
-                    # It may depend on the rows.
+                    # The error may depend on the rows.
                     return self.check(arguments.counted(), fitted, marks, site)
                 raise NotConjugateError(
                     f"the covariance of {name!r} differs from the fit, which does "
@@ -469,7 +469,7 @@ class Predictor:
         )
         with threads_for(self.structure.largest):
             found = program(arguments.arrays, fitted)
-            # All results of a program are there at once.
+            # All results of a program become available together.
             jax.block_until_ready(jax.tree.leaves(found)[:1])
         at, marks, errors = found
         shown = {k: SiteMoments(*at[k]) for k in self.shown()}
@@ -578,7 +578,8 @@ class Predictor:
                 shapes.append(view.message(site)["fn"].shape())
 
             def prepare() -> Prepared:
-                # From a view of its own: what a view keeps must not stem from a branch.
+                # From a view of its own, because values that a view keeps must not come
+                # from a branch.
                 return self._prepare(self._view(arrays, static, fitted), fitted)
 
             if prepared is None:
@@ -587,7 +588,7 @@ class Predictor:
                 ready = lax.cond(known, lambda: prepared, prepare)
             fit = Fit(fitted.values, *ready)
             answer, own = getattr(self._answers, what), how
-            if what == "average":  # draws of each member are others
+            if what == "average":  # each member has its own draws
                 own = {**how, "key": random.fold_in(how["key"], number)}
             if what == "left_out" and mixture:
                 own = {**how, "weighed": True}
@@ -598,7 +599,7 @@ class Predictor:
             log_weights = fitted.members.log_weights
             answer = Ordered(mixed(what, answer.tree, log_weights, **how))
         if what == "y":
-            # Last: mixtures take distributions apart.
+            # At the end, because mixtures use the original distributions.
             answer = Ordered(expanded(answer.tree, shapes[-1]))
         return answer, ready
 
@@ -676,7 +677,7 @@ def predictor_for(
         return found
     known, structure = structure, structure.sizeless()
     if found is None or found.structure != structure:
-        # It holds the model, whose id is thus not given away.
+        # The predictor holds the model, so no other model gets its id.
         found = Predictor(model, structure, guide)
         guide.predictors[id(model)] = found
     found.known = known

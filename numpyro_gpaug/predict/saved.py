@@ -80,7 +80,7 @@ class _Header(NamedTuple):
     rule_errors: dict[str, float]
     structure: Parts
     function_posterior: str
-    # Left out where arguments are code, which whoever loads this has to bring.
+    # Empty if arguments are code, which must be passed when the file is loaded.
     data: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
     labels: dict[str, tuple[str, ...]] = {}
     axes: dict[str, tuple[str, ...]] = {}
@@ -126,7 +126,7 @@ def read_fit(
             raise ArchiveError(
                 f"{path} contains a state of a fit. Read it with load_state"
             )
-        with enable_x64(True):  # as they were saved
+        with enable_x64(True):  # in their saved dtype
             arrays = {k: jnp.asarray(x) for k, x in contents.arrays.items()}
         parts = {k: unpack(x, arrays) for k, x in contents.header.items()}
         found: _Header = typed(parts, _Header, "header")

@@ -22,7 +22,7 @@ from numpyro_gpaug.predict.mixture import Members
 if TYPE_CHECKING:
     import pandas
 
-# Of larger ones only the marginals are given: the covariance would have as many rows.
+# Larger sites have only marginals, because the covariance would have this many rows.
 MAX_JOINT = 2000
 # The 95% quantile of a standard normal.
 _TAIL = 1.6448536
@@ -113,13 +113,13 @@ class LatentNormal(dist.MultivariateNormal):
         return self._variance
 
 
-# In programs: operation by operation, the first of a size would take longer than a fit.
+# Compiled, because single operations take longer than a fit when a size is new.
 _root = few(jnp.sqrt)
 
 
 @few
 def _factor(covariance: Array) -> Array:
-    # A constraint (a sum of zero) leaves it singular.
+    # A constraint (such as a sum of zero) makes it singular.
     least = 10 * jnp.finfo(covariance.dtype).eps * jnp.trace(covariance)
     eye = jnp.eye(len(covariance), dtype=covariance.dtype)
     return linalg.cholesky(covariance + least / len(covariance) * eye)
