@@ -43,7 +43,7 @@ def response(fn: Distribution) -> Array:
     except NotImplementedError:
         raise ValueError(
             f"{type(base).__name__} has no mean. Pass of=, a function of the "
-            "distribution, such as lambda law: law.probs"
+            "distribution, such as lambda d: d.probs"
         ) from None
     if not fn.batch_shape:
         return mean

@@ -455,7 +455,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         :param args: the model's arguments, without observations: the rows to average
             over.
         :param of: a function of the likelihood, a NumPyro distribution with one entry
-            for each row: ``lambda law: 1 - law.cdf(2.0)``. The default is its mean, or
+            for each row: ``lambda d: 1 - d.cdf(2.0)``. The default is its mean, or
             the probabilities of its classes. The result must end in the shape of the
             observations; further axes before (times of a survival curve) are kept.
         :param at: new values of arguments, by name, one for each scenario:
@@ -465,7 +465,9 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         :param by: the group of each row, numbers or strings: averages are taken within
             groups. ``np.arange(n)`` keeps every row.
         :param contrast: ``"difference"`` or ``"ratio"`` of the averages of each further
-            scenario and of the first one, or a function of both.
+            scenario and of the first one, or a function of two arrays, these averages
+            in this order: ``lambda new, first: new / (1 - new) * (1 - first) / first``
+            is an odds ratio.
         :param weights: weights of the rows, as for poststratification.
         :param site: which observed site, if the model has several.
         :param num_draws: the smallest number of joint draws. Standard errors of means

@@ -66,7 +66,7 @@ class Question(NamedTuple):
         if not (contrast is None or callable(contrast) or contrast in CONTRASTS):
             raise ValueError(
                 f"contrast={contrast!r}: the contrasts are 'difference', 'ratio' and "
-                "functions of two arrays"
+                "functions of two arrays, lambda new, first: ..."
             )
         if contrast is not None and len(scenarios) < 2:
             raise ValueError(
