@@ -34,13 +34,11 @@ def explained(arguments: Arguments) -> Iterator[None]:
         raise ValueError(
             f"{error}: arguments of the model have shapes {shapes}"
         ) from error
-    except (TypeError, ValueError) as error:
-        if "ncompatible shapes for broadcasting" not in str(error):
+    except ValueError as error:
+        if "Incompatible shapes for broadcasting" not in str(error):
             raise
         shapes = [x.shape for x in arguments.arrays]
         raise ValueError(
-            f"{error}: does a plate have another size than its data, does a mask cover "
-            "sites of other sizes, or are all members of a latent combined with rows "
-            "(index them, effect[group])? Arguments of the model have shapes "
-            f"{shapes}"
+            f"{error}: does a plate have another size than its data, or does a mask "
+            f"cover sites of other sizes? Arguments of the model have shapes {shapes}"
         ) from error

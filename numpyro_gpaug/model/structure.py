@@ -195,6 +195,8 @@ def _given(args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> s
     rows = {len(x) for x in arrays.values() if x.ndim}
     if len(rows) > 1:
         said += f"; their lengths are {sorted(rows)}"
+    if "incompatible shapes for broadcasting" in str(error):
+        said += ". Rows take the members of a latent by an index, effect[group]"
     if "ndexer must have integer" in str(error):
         said += "; codes that index are whole numbers: pass codes.astype(int)"
     return said
