@@ -155,7 +155,16 @@ def test_benchmark_of_first_results_measures_every_call(
 @pytest.mark.slow
 def test_benchmark_of_first_results_runs_with_a_rival(tmp_path: Path) -> None:
     size = ["--draws", "20", "--many", "30", "--json", "found.json"]
-    run("benchmarks/felt", tmp_path, "--cases", "days", *size)
+    run(
+        "benchmarks/felt",
+        tmp_path,
+        "--cases",
+        "days",
+        "--methods",
+        "here",
+        "nuts",
+        *size,
+    )
     found = json.loads((tmp_path / "found.json").read_text())["rows"]
     assert [x["case"] for x in found[:2]] == ["days here", "days nuts"]
     assert found[0]["cached"] > 0
