@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One model for many responses: each fit is its own, and none ends the others."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.distributions.stacked import Stacked
+from numpyro_gpaug.infer.nested.many import Found
 from numpyro_gpaug.model.responses import Responses
 
 KEY = jax.random.key(0)
@@ -294,3 +297,17 @@ def test_other_models(model, guide) -> None:
         np.testing.assert_allclose(fits.bounds[i], -result.losses[-1], rtol=1e-8)
         expected = svi.posterior(result).summary()
         np.testing.assert_allclose(fits.summary().loc[i], expected, atol=1e-4)
+
+
+def test_a_verdict_says_why_a_run_is_not_certified() -> None:
+    """A small k-hat is not blamed where the model could not be evaluated."""
+    searched = SimpleNamespace(said="", all_drawn=True)
+    structure = SimpleNamespace(functions={})
+    run = SimpleNamespace(
+        certified=False, correction=None, searched=searched, table=dict,
+        programs=SimpleNamespace(structure=structure),
+        weighted=SimpleNamespace(khat=0.1, limit=0.63, loss=0.2, log_evidence=-1.0),
+    )  # fmt: skip
+    verdict = Found.of(run).verdict
+    assert "could not be evaluated in about 20%" in verdict
+    assert "above" not in verdict

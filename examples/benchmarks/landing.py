@@ -47,7 +47,7 @@ cat(sum(proc.time()[1:2]) - start, "\n")
 """
 
 
-def vans(month, law, killed=None, *, white=False):
+def vans(month, belts, killed=None, *, white=False):
     """Counts of a series: level, walk, season, and the effect of a law."""
     n = len(month)
     sd = numpyro.sample("sd", dist.HalfNormal(0.1))
@@ -59,7 +59,7 @@ def vans(month, law, killed=None, *, white=False):
         walk = numpyro.sample("walk", dist.GaussianRandomWalk(sd, n))
     season = numpyro.sample("season", dist.ZeroSumNormal(0.3, (12,)))
     effect = numpyro.sample("effect", dist.Normal(0, 0.5))
-    rate = jnp.exp(level + walk + season[month] + effect * law)
+    rate = jnp.exp(level + walk + season[month] + effect * belts)
     with numpyro.plate("months", n):
         numpyro.sample("killed", dist.Poisson(rate), obs=killed)
 
@@ -83,7 +83,8 @@ def data() -> dict[str, tuple[Any, tuple]]:
     """Models with their arguments."""
     v, h = (pd.read_csv(DATA / f"{name}.csv") for name in ("vandrivers", "cbpp"))
     return {
-        "vans": (vans, (v.month.to_numpy() - 1, v.law.to_numpy(), v.killed.to_numpy())),
+        "vans": (vans, (v.month.to_numpy() - 1, v.belts.to_numpy(),
+                        v.killed.to_numpy())),
         "herds": (herds, (h.herd.to_numpy() - 1, h.period.to_numpy() - 1,
                           h["size"].to_numpy(), h.incidence.to_numpy())),
     }  # fmt: skip

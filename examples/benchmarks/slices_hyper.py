@@ -100,7 +100,7 @@ def ellipse_move(key: Array, noise: Array, log_ratio: Any) -> tuple[Array, Array
 
 def sampler(run: Any, ellipses: int, following: bool) -> Any:
     """A compiled run of slices: from a key, coordinates and noise by chain."""
-    programs, law = run.programs, run.modes[0].law
+    programs, law = run.programs, run.modes[0].component
     dtype = programs.hyper.dtype
     centre, axes = (jnp.asarray(x, dtype) for x in law[:2])
     start = jax.tree.map(lambda x: x[0], run.start)
@@ -155,7 +155,7 @@ def by_slices(run: Any, names: Any, args: Any, following: bool) -> dict[str, Any
     sample = sampler(run, args.ellipses, following)
     rng, draws = np.random.default_rng(0), run.weighted.log_ratios.shape[1]
     chosen = run.weighted.resampled(CHAINS, rng) // draws
-    law = run.modes[0].law
+    law = run.modes[0].component
     place = jnp.asarray(
         law.along(run.weighted.points[chosen]), run.programs.hyper.dtype
     )

@@ -214,19 +214,19 @@ class _Site:
         self.samples = few(jax.vmap(self._sample, (None, 0, 0)))
         self.log_probs = few(self._log_probs)
 
-    def _law(self, arrays: Any, key: Array, draw: dict[str, Array]) -> Any:
+    def _distribution(self, arrays: Any, key: Array, draw: dict[str, Array]) -> Any:
         given = self.arguments._replace(arrays=arrays)
         return base_distribution(run(self.model, given, key, draw)[self.site]["fn"])
 
     def _sample(self, arrays: Any, key: Array, draw: dict[str, Array]) -> Array:
-        law_key, key = random.split(key)
-        return self._law(arrays, law_key, draw).sample(key)
+        model_key, key = random.split(key)
+        return self._distribution(arrays, model_key, draw).sample(key)
 
     def _log_probs(self, arrays: Any, keys: Array, draws: Any, values: Array) -> Array:
         """Return log-probabilities of values under the mixture over the draws."""
 
         def at(key: Array, draw: dict[str, Array]) -> Array:
-            d = self._law(arrays, key, draw)
+            d = self._distribution(arrays, key, draw)
             return getattr(d, "normalized_log_prob", d.log_prob)(values)
 
         def step(total: Array, given: Any) -> tuple[Array, None]:

@@ -189,7 +189,7 @@ def _joint(answers: FunctionValues, log_weights: Array) -> FunctionValues:
     return FunctionValues(mean, jnp.tensordot(weights, covariances + between, 1))
 
 
-def _law(answers: Distribution, log_weights: Array) -> Distribution:
+def _observations(answers: Distribution, log_weights: Array) -> Distribution:
     weights = jnp.exp(log_weights)
     # A mixture of distributions of labels has the same class.
     if isinstance(answers, dist.BernoulliProbs):
@@ -245,7 +245,7 @@ def _left_out(answers: WithoutData, log_weights: Array, **how: Any) -> WithoutDa
     each = _aligned(log_weights, answers.worth) - answers.worth
     each = jax.nn.log_softmax(each, 0)
     size = 1 / jnp.exp(2 * each).sum(0)
-    return WithoutData(_law(answers.distribution, each), size)
+    return WithoutData(_observations(answers.distribution, each), size)
 
 
 def _averages(answers: Array, log_weights: Array, **how: Any) -> Array:
@@ -254,6 +254,6 @@ def _averages(answers: Array, log_weights: Array, **how: Any) -> Array:
 
 
 _KINDS: dict[str, Callable[..., Any]] = {
-    "f": _function_values, "joint": _joint, "y": _law, "log_prob": _density,
+    "f": _function_values, "joint": _joint, "y": _observations, "log_prob": _density,
     "draws": _draws, "average": _averages, "left_out": _left_out,
 }  # fmt: skip

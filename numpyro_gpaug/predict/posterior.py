@@ -125,7 +125,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         self._fit_arguments = arguments
         self._calls = Calls(predictor, fitted, arguments)
         self._sites: dict[str, SiteMoments] = {}
-        self._laws: dict[str, Distribution] = {}
+        self._known: dict[str, Distribution] = {}
         self._rule_errors: dict[str, float] = {}
 
     @classmethod
@@ -340,7 +340,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         """
         if site in self._sites:
             # A covariance matrix needs a factorisation.
-            return remembered(self._laws, site, lambda: self._sites[site].distribution)
+            return remembered(self._known, site, lambda: self._sites[site].distribution)
         weights = self.weights
         if site not in weights:
             if site in self._fitted.values and not site.endswith("_auto_loc"):

@@ -10,6 +10,7 @@ import numpy as np
 
 from numpyro_gpaug._display import Displayed, Rows
 from numpyro_gpaug.infer.nested.draws import Run
+from numpyro_gpaug.infer.nested.report import certificate
 
 if TYPE_CHECKING:
     import pandas
@@ -36,9 +37,7 @@ class Found(NamedTuple):
     def of(cls, run: Run) -> Found:
         """Return what is kept of a run."""
         weighted = run.weighted
-        verdict = CERTIFIED
-        if not run.certified:
-            verdict = f"k-hat is {weighted.khat:.2f}, above {weighted.limit:.2f}"
+        verdict = CERTIFIED if run.certified else certificate(run)
         return cls(run.table(), weighted.khat, weighted.log_evidence, verdict)
 
     @classmethod
