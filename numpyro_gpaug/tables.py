@@ -25,19 +25,19 @@ from numpyro_gpaug.predict import Posterior
 
 __all__ = ["TableClassifier", "kernel", "model", "num_inducing", "tempered"]
 
-# With more columns than this, few rows cannot tell which of them matter, and a linear
-# function takes more inducing inputs than there are.
+# With more columns than this, few rows cannot show which of them matter, and a linear
+# function would take more inducing inputs than there are.
 FEW = 30
-# Rows for each column from which on a lengthscale of its own is tried for many columns,
-# and the nats for each column that it must gain.
+# With many columns: the number of rows per column from which on each gets a lengthscale
+# of its own for a trial, and the nats per column that this must gain.
 ROWS, GAIN = 10, 1.0
-# The share of the prior variance that inducing inputs may leave unexplained, on
-# average, without more of them, and how many times as many are taken.
+# The mean share of the prior variance that inducing inputs may leave unexplained, and
+# the factor by which there are more of them otherwise.
 UNEXPLAINED, MORE = 0.05, 3
 # The prior variance of the mean of a process.
 MEAN = 4.0
-# Parts of the cross-validation of boosting, and the standard errors by which it must be
-# better to be the better tool.
+# The number of parts of the cross-validation of boosting, and the number of standard
+# errors by which boosting must be better.
 FOLDS, BETTER = 5, 2.0
 
 
@@ -155,7 +155,7 @@ class TableClassifier:
         y, rows = self._codes, np.arange(len(self._codes))
         folds = StratifiedKFold(FOLDS, shuffle=True, random_state=self.seed)
         with warnings.catch_warnings():
-            # Of classes with fewer rows than there are parts.
+            # A class may have fewer rows than there are parts.
             warnings.simplefilter("ignore")
             boosted = cross_val_predict(
                 HistGradientBoostingClassifier(random_state=self.seed),

@@ -35,10 +35,11 @@ if TYPE_CHECKING:
 
 # The name of the log-likelihood among the ranked quantities.
 LIKELIHOOD = "log_likelihood"
-# Where distribution functions are compared, and draws of the null distribution.
+# The number of intervals at whose edges distribution functions are compared, and of
+# draws of the null distribution.
 POINTS, NULL = 100, 1000
 EDGES = np.arange(1, POINTS) / POINTS
-# Quantities that a calibration shows when it is printed.
+# The number of quantities in the printed calibration.
 SHOWN = 5
 
 

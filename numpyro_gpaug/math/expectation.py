@@ -25,7 +25,7 @@ from numpyro_gpaug.math.linalg import safe_sqrt
 NODES = {1: 32, 2: 15}
 # The same for the finer rules used for comparison.
 FINER = {1: 48, 2: 23}
-# Values of a predictor at nodes that are computed together, at least.
+# The smallest number of predictor values at nodes that are computed together.
 AT_ONCE = 2**14
 
 Sum = Callable[[Any, tuple[Array, ...]], Array]
@@ -149,7 +149,7 @@ def _summed(
 
     shapes = jax.eval_shape(function, x[0])
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-    # Nodes that fill the last block have no weight.
+    # Nodes that fill up the last block have no weight.
     more = blocks * each - number
     x = jnp.pad(x, ((0, more), (0, 0))).reshape(blocks, each, -1)
     weights = jnp.pad(weights, (0, more)).reshape(blocks, each)

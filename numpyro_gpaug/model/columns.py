@@ -177,7 +177,7 @@ def _numbers(name: str, value: Any) -> np.ndarray:
             )
     kinds = {type(x) for x in present}
     if not missing.any():
-        # Of nullable types, whose arrays are of objects.
+        # Nullable types give arrays of objects.
         return present.astype(bool if kinds <= {bool, np.bool_} else _kind(kinds))
     filled = np.full(found.shape, np.nan)
     filled[~missing] = present.astype(float)
@@ -232,7 +232,7 @@ def labelled(
             shown.append(place)
             continue
         label = known[int(place)]
-        # A number alone would look like a place.
+        # A number alone would look like an index.
         bare = re.fullmatch(r"-?[\d.]+", label)
         shown.append(f"{argument} {label}" if bare else label)
     return f"{found[1]}[{', '.join(shown)}]"

@@ -82,7 +82,7 @@ class Responses(NamedTuple):
             tuple(flags(*pair) for pair in zip(names, args, strict=True)),
             {name: flags(name, tree) for name, tree in kwargs.items()},
         )
-        # NumPy's: each slice of a JAX array would be a call of a program.
+        # As NumPy arrays, because each slice of a JAX array would call a program.
         args, kwargs = jax.tree.map(
             lambda x, of_each: np.asarray(x) if of_each else x, (args, kwargs), which
         )

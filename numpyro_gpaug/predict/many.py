@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 # The verdict of a fit that has converged; all others say what is wrong.
 CONVERGED = "converged"
-# With fewer numbers in the data of a program it is compiled quickly.
+# With fewer values in its data, a program is compiled quickly.
 SMALL = 1000
 
 
@@ -128,7 +128,7 @@ class Posteriors(
                 f"{cure}"
             )
         mean, variance, _ = self._fits.sites[site]
-        # Of a fit that failed they are NaN.
+        # Moments of failed fits are NaN.
         return dist.Normal(mean, np.sqrt(variance), validate_args=False)
 
     def summary(self) -> pandas.DataFrame:
@@ -242,7 +242,7 @@ class Posteriors(
             raise ValueError(f"no fit is finite: {Counter(self.verdicts)}")
         model, number = self._predictor.model, len(self)
         given = Responses.split(model, args, kwargs, over, number)
-        # What the posteriors keep of the fits' arguments, and what they describe.
+        # The arguments that posteriors keep from the fits, and their descriptions.
         kept = self._fit_kept(int(good[0]))
         first = Arguments.split(*given.one(int(good[0])))
         which, static = given.which, first.static

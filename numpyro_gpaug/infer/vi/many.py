@@ -39,8 +39,8 @@ from numpyro_gpaug.predict.mixture import Fitted
 from numpyro_gpaug.predict.predictor import Predictor
 from numpyro_gpaug.predict.summary import SiteMoments
 
-# Fits of one program, at most, and the numbers that they hold together: those of a
-# processor's cache. An accelerator has room for more.
+# The largest number of fits in one program, and of values that they hold together,
+# which fit into a processor's cache. An accelerator has room for more.
 LANES, NUMBERS = 32, 2**19
 MOST_LANES, MOST_NUMBERS = 1024, 2**27
 
@@ -142,7 +142,7 @@ def lanes(plan: Plan, arguments: Arguments, number: int) -> int:
     if jax.default_backend() != "cpu":
         most, room = MOST_LANES, MOST_NUMBERS
     width, rows = plan.structure.largest, arguments.num_rows
-    # Of a row: its density at nodes, and its weights.
+    # For each row, the density at nodes, and the weights.
     numbers = width * width + rows * (NUM_NODES + width)
     return int(np.clip(room // max(numbers, 1), 1, min(most, number)))
 
