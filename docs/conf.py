@@ -113,7 +113,7 @@ nitpick_ignore_regex = [
 
 
 def spread(app: Sphinx, env: BuildEnvironment, docnames: list[str]) -> None:
-    """Deals the notebooks out to the processes in turn.
+    """Deal the notebooks out to the processes in turn.
 
     Each process reads one block of neighbours in this list, and by name all notebooks
     are neighbours: few processes would run them all, one after another.
@@ -128,5 +128,5 @@ def spread(app: Sphinx, env: BuildEnvironment, docnames: list[str]) -> None:
 
 
 def setup(app: Sphinx) -> None:
-    """Connects what this file defines."""
+    """Connect the functions of this file."""
     app.connect("env-before-read-docs", spread)

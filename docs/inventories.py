@@ -26,7 +26,7 @@ HEADER = """\
 
 
 def inventory(lines: list[str]) -> bytes:
-    """What intersphinx reads.
+    """Return an inventory for intersphinx.
 
     :param lines: of a list.
     """
@@ -37,7 +37,7 @@ def inventory(lines: list[str]) -> bytes:
 
 
 def write_inventories(app: Sphinx, config: Config) -> None:
-    """Writes them beside the doctrees: where the configuration names another folder in
+    """Write them beside the doctrees: where the configuration names another folder in
     every build, every build reads all pages anew.
 
     :param app: of Sphinx.
@@ -55,7 +55,7 @@ def write_inventories(app: Sphinx, config: Config) -> None:
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
-    """Has them written before intersphinx looks at its mapping.
+    """Write the inventories before intersphinx reads its mapping.
 
     :param app: of Sphinx.
     """

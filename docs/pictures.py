@@ -60,7 +60,7 @@ def landing_page() -> None:
 
 
 def reduce(source: Path, target: Path) -> None:
-    """To ``WIDTH`` columns and a palette of ``COLOURS``."""
+    """Reduce a picture to ``WIDTH`` columns and a palette of ``COLOURS``."""
     picture = Image.open(source).convert("RGB")
     height = round(picture.height * WIDTH / picture.width)
     picture = picture.resize((WIDTH, height), Image.Resampling.LANCZOS)

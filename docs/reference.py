@@ -56,8 +56,9 @@ HEADER = (
 
 
 def _names() -> dict[str, Any]:
-    """What they are written with. Made when it is asked for: Sphinx forks processes,
-    which JAX must not have started before."""
+    """Return the namespace of the written types. It is made on demand: Sphinx forks
+    processes, and JAX must not start before that.
+    """
     link = gpaug.PiecewiseLink.from_function
     arrays = {"f": jnp.zeros(()), "g": jnp.zeros(()), "F": jnp.zeros(3)}
     numbers = {"r": 2.0, "n": 5, "scale": 1.0, "df": 4.0, "max_rate": 3.0}
@@ -119,7 +120,7 @@ class LikelihoodTable(SphinxDirective):
 
 
 class page_names(nodes.General, nodes.Element):
-    """Where the names of a page are to be listed."""
+    """The place on a page where its names are listed."""
 
 
 class PageNames(SphinxDirective):
@@ -135,7 +136,7 @@ END = re.compile(r"(?<![.\s])[.:](?=\s|$)")
 
 
 def _first_sentence(paragraph: nodes.Node) -> list[nodes.Node]:
-    """Its nodes, formulas and links among them."""
+    """Return the nodes of the first sentence, with its formulas and links."""
     kept: list[nodes.Node] = []
     for node in paragraph.children:
         if isinstance(node, nodes.Text) and (end := END.search(node)):
@@ -158,7 +159,7 @@ def _described(
 
 
 def fill_page_names(app: Sphinx, document: nodes.document) -> None:
-    """Replaces the marks by tables.
+    """Replace the marks by tables.
 
     :param app: of Sphinx.
     :param document: the page.
@@ -177,7 +178,7 @@ def fill_page_names(app: Sphinx, document: nodes.document) -> None:
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
-    """Registers both directives.
+    """Register both directives.
 
     :param app: of Sphinx.
     """

@@ -12,7 +12,7 @@ from sphinx.util.docutils import SphinxDirective
 
 
 class thumbnails(nodes.General, nodes.Element):
-    """Where the pictures are to be shown."""
+    """The place where the pictures are shown."""
 
 
 class Thumbnails(SphinxDirective):
@@ -24,7 +24,7 @@ class Thumbnails(SphinxDirective):
 
 
 def fill(app: Sphinx, document: nodes.document, docname: str) -> None:
-    """Replaces the marks by pictures.
+    """Replace the marks by pictures.
 
     :param app: of Sphinx.
     :param document: the page.
@@ -59,7 +59,7 @@ def _as_drawn(node: nodes.Node | None) -> bool:
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
-    """Registers the directive.
+    """Register the directive.
 
     :param app: of Sphinx.
     """

@@ -86,7 +86,7 @@ def engine(*, learn: bool = True) -> gpaug.ConjugateSVI:
 
 
 def fit(svi: gpaug.ConjugateSVI, X, y, args, **kwargs: Any) -> Trace:
-    """Fits at most ``args.steps`` steps, with inducing inputs by k-means."""
+    """Fit at most ``args.steps`` steps, with inducing inputs by k-means."""
     size = min(args.inducing, len(np.unique(X, axis=0)))
     Z = gpaug.inducing.kmeans(X, size, seed=args.seed)
     key = jax.random.key(args.seed)
@@ -255,7 +255,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Runs the whole job."""
+    """Run the whole job."""
     args = parse(argv)
     keep_compiled_programs()
     X, y = load(args.data)

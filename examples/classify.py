@@ -214,7 +214,7 @@ def report_fit(fitted: dict[str, Any], num_data: int) -> None:
 
 
 def check_saved(posterior: gpaug.Posterior, X: np.ndarray, path: str) -> None:
-    """Saves, loads, and compares predictions."""
+    """Save, load, and compare predictions."""
     posterior.save(path)
     loaded = gpaug.Posterior.load(path, model)
     before, after = (p.predict_y(X).probs for p in (posterior, loaded))
@@ -253,7 +253,7 @@ def draw(data: Split, fitted: dict[str, Any], probs: dict, path: str) -> None:
 
 
 def draw_counts(axes, probs: dict[str, np.ndarray], y: np.ndarray) -> None:
-    """How many predictions each bin of the reliability diagram holds."""
+    """Draw the number of predictions in each bin of the reliability diagram."""
     num_bins = 5 if len(y) < 500 else 10
     width = 0.8 / num_bins / len(probs)
     for i, (name, p) in enumerate(probs.items()):
@@ -302,7 +302,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Runs the whole job."""
+    """Run the whole job."""
     start = time.perf_counter()
     args = parse(argv)
     keep_compiled_programs()

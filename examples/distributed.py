@@ -83,7 +83,7 @@ def launch(number: int, options: list[str]) -> int:
 
 
 def join(args: argparse.Namespace) -> None:
-    """Finds the other processes, if there are any."""
+    """Find the other processes, if there are any."""
     how = {"heartbeat_timeout_seconds": args.patience}
     # What processes on CPUs talk by; accelerators have their own.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -140,7 +140,7 @@ def fit(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Runs the example."""
+    """Run the example."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument("--inducing", type=int, default=50)

@@ -77,7 +77,7 @@ class Data(NamedTuple):
 
 
 def load(path: str | None, seed: int) -> Data:
-    """Digits, or an .npz; a fifth is held out unless the file says which."""
+    """Load digits, or an .npz file; a fifth is held out unless the file has a split."""
     if path is None:
         digits = load_digits()
         found = {"X": digits.images, "y": digits.target}
@@ -234,12 +234,14 @@ def fit_all(data: Data, args) -> tuple[dict[str, Callable], dict[str, float]]:
 
 
 def entropy(p: np.ndarray) -> np.ndarray:
-    """Of the predicted class, in nats."""
+    """Return the entropy of the predicted class, in nats."""
     return -np.sum(p * np.log(np.maximum(p, 1e-30)), -1)
 
 
 def report(probs: dict[str, dict[str, np.ndarray]], y: np.ndarray, seconds: dict):
-    """Scores on test images, and how well entropy tells strangers from them."""
+    """Print scores on test images, and how well the entropy separates foreign images
+    from them.
+    """
     others = [name for name in next(iter(probs.values())) if name != IN]
     columns = ["accuracy", "NLL", "ECE", "entropy"]
     columns += [f"{what}, {name}" for name in others for what in ("entropy", "AUROC")]
@@ -347,7 +349,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Runs the whole job."""
+    """Run the whole job."""
     args = parse(argv)
     keep_compiled_programs()
     data = load(args.data, args.seed)

@@ -107,7 +107,7 @@ def model(X, y=None, *, Z, kind):
 
 
 def fit(data: Data, kind: str, steps: int) -> Fitted:
-    """Fits twice, so that the second time tells the cost without compilation."""
+    """Fit twice: the second fit shows the cost without compilation."""
     svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), optax.adam(0.05))
     Z = gpaug.inducing.kmeans(data.x, min(25, len(data.x)))
     seconds = []
@@ -124,7 +124,9 @@ def fit(data: Data, kind: str, steps: int) -> Fitted:
 
 
 def load(args: argparse.Namespace) -> Data:
-    """A known series, or the first two columns of a file; a fifth of it held out."""
+    """Load a known series, or the first two columns of a file; a fifth of the rows is
+    held out.
+    """
     rng = np.random.default_rng(args.seed)
     if args.data is None:
         series = SERIES[args.series]
@@ -171,7 +173,7 @@ def read(path: str) -> np.ndarray:
 
 
 def report(data: Data, fits: dict[str, Fitted]) -> None:
-    """Prints bound, test log-likelihood, coverage, error of the noise, and seconds."""
+    """Print bound, test log-likelihood, coverage, error of the noise, and seconds."""
     print(f"{len(data.x)} training points; scores on {len(data.x_test)} others")
     print(f"{'likelihood':>20} {'bound':>8} {'log-lik.':>9} {'in 90%':>7} "
           f"{'sd error':>9} {'first s':>8} {'warm s':>7}")  # fmt: skip
@@ -235,7 +237,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Loads, fits, reports and draws."""
+    """Load, fit, report and draw."""
     args = parse(argv)
     keep_compiled_programs()
     data = load(args)

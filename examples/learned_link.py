@@ -166,7 +166,7 @@ def load(path: str, seed: int) -> Data:
 
 
 def report(data: Data, fits: dict[str, Fitted]) -> None:
-    """Prints the bound and the mean test log-likelihood of every link."""
+    """Print the bound and the mean test log-likelihood of every link."""
     print(f"\n{data.name}: {len(data.X)} training rows, {data.X.shape[1]} columns")
     print(f"{'link':>14} {'bound':>10} {'test log-lik.':>14}")
     for link, fitted in fits.items():
@@ -178,7 +178,7 @@ def report(data: Data, fits: dict[str, Fitted]) -> None:
 
 
 def draw_link(axes: Any, data: Data, fits: dict[str, Fitted]) -> None:
-    """The learnt heights over their cells, and what they started from."""
+    """Draw the learnt heights of the cells, and their starting values."""
     edges = np.array([LOWER - 0.6, *start(data.real).edges, UPPER + 0.6])
     grid = np.linspace(edges[0], edges[-1], 300)
     plain = grid if data.real else expit(grid)
@@ -205,7 +205,7 @@ def draw_link(axes: Any, data: Data, fits: dict[str, Fitted]) -> None:
 
 
 def draw_marginal(axes: Any, data: Data, fits: dict[str, Fitted]) -> None:
-    """How many observations lie below each quantile of their predictions."""
+    """Draw the share of observations below each quantile of their predictions."""
     values = {
         link: diagnostics.pit(
             fitted.posterior.predict_y(data.X_test), data.y_test, jax.random.key(0)
@@ -249,7 +249,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Loads, fits, reports and draws every data set."""
+    """Load, fit, report and draw every data set."""
     args = parse(argv)
     keep_compiled_programs()
     sets = []

@@ -77,7 +77,7 @@ def model(X, herd, total, y=None, *, herds):
 
 
 def encode(table: pd.DataFrame, args: argparse.Namespace) -> Data:
-    """Counts, codes of the herds, and a design; refuses what is no such data."""
+    """Return counts, codes of the herds, and a design; raise for other kinds of data."""
     names = [args.successes, args.total, args.group, args.factor]
     if missing := [name for name in names if name not in table]:
         raise SystemExit(f"no column {missing} among {[*table]}")
@@ -114,8 +114,9 @@ def fit(data: Data, args: argparse.Namespace) -> tuple[gpaug.NestedVI, list[floa
 
 
 def sample(data: Data, args: argparse.Namespace) -> tuple[dict[str, Any], float]:
-    """Draws of NUTS from the same model; herds in units of tau, for NUTS's sake: the
-    guide does so by itself."""
+    """Draw from the same model by NUTS. Herds are in units of tau, as NUTS needs them;
+    the guide whitens them itself.
+    """
     kernel = NUTS(reparam(model, config={"a": LocScaleReparam(0)}))
     mcmc = MCMC(
         kernel, num_warmup=args.draws, num_samples=args.draws, progress_bar=False
@@ -129,7 +130,7 @@ def sample(data: Data, args: argparse.Namespace) -> tuple[dict[str, Any], float]
 def report(
     data: Data, nested: gpaug.NestedVI, draws: dict | None, published: dict | None
 ) -> pd.DataFrame:
-    """Effects with intervals; NUTS and lme4 beside them. Prints and returns."""
+    """Print effects with intervals, beside NUTS and lme4, and return them."""
     sites = {"b": len(data.effects), "a": len(data.herds)}
     rows = [f"{site}[{i}]" for site, size in sites.items() for i in range(size)]
     table = nested.summary().loc[[*rows, "tau"], ["mean", "sd", "5%", "95%"]]
@@ -151,7 +152,9 @@ def report(
 
 
 def interval(law: Any, seed: int) -> np.ndarray:
-    """Where 90% of new counts are predicted, by draws: a binomial has no quantiles."""
+    """Return the 90% interval of new counts, from draws: a binomial has no quantile
+    function.
+    """
     draws = law.sample(jax.random.key(seed), (4000,))
     return np.quantile(draws, [0.05, 0.95], axis=0, method="inverted_cdf")
 
@@ -171,7 +174,7 @@ def predict_unseen(data: Data, posterior: gpaug.Posterior, seed: int) -> None:
 
 
 def check_saved(data: Data, posterior: gpaug.Posterior, path: Path) -> None:
-    """Saves, loads, and compares predictions."""
+    """Save, load, and compare predictions."""
     posterior.save(path)
     loaded = gpaug.Posterior.load(path, model)
     before, after = (p.predict_y(*data[:3]).mean for p in (posterior, loaded))
@@ -227,7 +230,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Fits, reports, saves and draws."""
+    """Fit, report, save and draw."""
     args = parse(argv)
     keep_compiled_programs()
     data = encode(pd.read_csv(args.csv or CBPP), args)

@@ -377,7 +377,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Runs the whole job."""
+    """Run the whole job."""
     args = parse(argv)
     keep_compiled_programs()
     data = load(args.data, args.side)

@@ -76,7 +76,7 @@ class Problem(NamedTuple):
 def model(
     X, labels=None, y=None, weights=None, *, size=None, kernel, learn, A, loadings, bias
 ):  # fmt: skip
-    """Scores of labels, linear in shared processes.
+    """The model: scores of labels, linear in shared processes.
 
     :param X: inputs, (B, columns).
     :param labels: looked at in each row, (B, L), or (L,) for the same in all.
@@ -170,8 +170,10 @@ def capped(args: argparse.Namespace, data: Any) -> argparse.Namespace:
 
 
 def first_values(problem: Problem, args: argparse.Namespace) -> dict[str, Any]:
-    """Where the fit starts: inducing inputs at cluster centres, loadings at directions
-    in which labels vary together, biases at the labels' frequencies."""
+    """Return the values a fit starts from: inducing inputs at cluster centres, loadings
+    along directions in which labels vary together, biases at the frequencies of the
+    labels.
+    """
     X, Y = problem.train
     size, num_labels = Y.shape
     if problem.subspace is None:
@@ -236,7 +238,7 @@ def save(path: Path, state: Any, epoch: int) -> None:
 
 
 def resume(path: Path, like: Any) -> tuple[Any, int]:
-    """What :func:`save` wrote, in the structure of a fresh state."""
+    """Read a file of :func:`save` into the structure of a fresh state."""
     leaves, structure = jax.tree.flatten(like)
     with np.load(path, allow_pickle=False) as archive:
         saved = [jnp.asarray(archive[str(i)]) for i in range(len(leaves))]
@@ -246,7 +248,7 @@ def resume(path: Path, like: Any) -> tuple[Any, int]:
 
 
 class Fitted(NamedTuple):
-    """What a run of :func:`fit` found, one entry per epoch it trained.
+    """The result of :func:`fit`, with one entry per epoch that it trained.
 
     :param posterior: after the last one; ``None`` if there was nothing left to do.
     :param bounds: average bound of the batches.
@@ -261,7 +263,7 @@ class Fitted(NamedTuple):
 
 
 def fit(problem: Problem, args: argparse.Namespace) -> Fitted:
-    """Trains, and prints a line per epoch."""
+    """Train, and print a line per epoch."""
     args = capped(args, problem.train)
     start = first_values(problem, args)
     sampler = multilabel.LabelSampler(
@@ -364,7 +366,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> Fitted:
-    """Fits, prints and draws."""
+    """Fit, print and draw."""
     args = parse(argv)
     keep_compiled_programs()
     train, test = load(args.data, args.test, args.seed)

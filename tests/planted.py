@@ -65,7 +65,7 @@ def caught_by(error: Planted, tests: list[str]) -> str:
 
 
 def main() -> int:
-    """Plants them all."""
+    """Plant them all."""
     missed = 0
     wanted = [word for word in sys.argv[1:] if word != "--named"]
     named = "--named" in sys.argv

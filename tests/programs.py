@@ -340,7 +340,7 @@ class Verdict(NamedTuple):
 
 
 def verdict(example: Example, *, fitted: bool = True) -> Verdict:
-    """Fits a program and compares, in double precision.
+    """Fit a program and compare, in double precision.
 
     :param example: the program.
     :param fitted: whether it is fitted; otherwise bounds of any Gaussian are compared,
@@ -452,7 +452,7 @@ def run(first: int, number: int, *, fitted: bool = True) -> Counter[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Prints verdicts, and fails if a program is wrong."""
+    """Print verdicts, and fail if a program is wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--number", type=int, default=200)
     parser.add_argument("--first", type=int, default=0)

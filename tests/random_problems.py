@@ -385,7 +385,7 @@ def sensitivities(name: str, shape: Shape, problem: Problem) -> tuple[float, flo
 
 
 def run(number: int, seed: int, first: int = 0) -> dict[str, Tally]:
-    """Tallies of all problems, by likelihood; both precisions. Prints what is off."""
+    """Tally of all problems, by likelihood; both precisions. Prints what is off."""
     found = {name: Tally() for name in LIKELIHOODS}
     for case in range(first, first + number):
         name, shape, problem = the_case(case, seed)

@@ -68,7 +68,7 @@ def fitted(model, y, steps=60, **how):
 
 
 def of_both_forms(model, y, **how):
-    """Fits of a model as a dense Gaussian, and in groups, whatever these cost."""
+    """Fit of a model as a dense Gaussian, and in groups, whatever these cost."""
     found = []
     for overhead in (np.inf, -np.inf):
         with pytest.MonkeyPatch.context() as patched:

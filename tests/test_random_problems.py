@@ -54,7 +54,7 @@ def checksum(problem: Problem) -> int:
 
 
 def write_golden() -> None:
-    """Writes what float64 predicts for the problems of the test."""
+    """Write what float64 predicts for the problems of the test."""
     rows = []
     for case in CASES:
         problem = the_case(case, 0)
@@ -82,7 +82,7 @@ def golden_outcome(golden: dict[str, Any], place: int) -> Outcome:
 
 
 def run_golden(chosen: Sequence[int]) -> dict[str, Tally]:
-    """Tallies by likelihood of some of the problems, by their places in ``CASES``."""
+    """Tally by likelihood of some of the problems, by their places in ``CASES``."""
     golden = json.loads(GOLDEN.read_text())
     found: dict[str, Tally] = {}
     for i in chosen:

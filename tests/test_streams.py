@@ -59,7 +59,7 @@ def data(law, rows=400, frequency=1.0, inducing=8):
 
 @cache
 def svi_of(law, num=8):
-    """Fits of data of one shape and as many inducing inputs share a program."""
+    """Fit of data of one shape and as many inducing inputs share a program."""
     return gpaug.ConjugateSVI(
         partial(model, law=law), gpaug.AutoSparseGP(partial(model, law=law)), None
     )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far two samples of one posterior are apart: means, standard deviations and
-quantiles, each with its own Monte Carlo error. Of a heavy tail a standard deviation is
-noise, and quantiles tell.
+"""Measure how far two samples of one posterior are apart: means, standard deviations
+and quantiles, each with its Monte Carlo error. The standard deviation of a heavy tail
+is mostly noise; its quantiles are not.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LEVELS = {"5%": 0.05, "50%": 0.5, "95%": 0.95}
 
 
 class Statistics(NamedTuple):
-    """Of one entry of a site.
+    """The statistics of one entry of a site.
 
     :param mean: and standard deviation ``sd``.
     :param quantiles: at ``LEVELS``.
@@ -36,7 +36,7 @@ Table = dict[str, Statistics]
 
 
 def entries(draws: dict[str, Any], names: set[str], axes: int) -> Iterator[Any]:
-    """Every entry of every site that is named, with its label.
+    """Iterate over all entries of the named sites, with their labels.
 
     :param draws: values by name.
     :param names: of the sites.
@@ -90,9 +90,10 @@ def of_weighted(draws: dict[str, Any], log_weights: Any, num: int) -> Table:
 
 
 def differences(found: Table, truth: Table) -> dict[str, float]:
-    """The largest over all entries of both: of means and quantiles in standard
-    deviations of the truth, of standard deviations relative; in brackets the truth's
-    error of that quantile; ``apart`` over the error of both.
+    """Return the largest differences over all entries that both have: of means and
+    quantiles in standard deviations of the truth, and of standard deviations relative
+    to it. In brackets is the truth's Monte Carlo error of that quantile; ``apart`` is
+    the difference over the error of both.
 
     :param found: what is judged.
     :param truth: what it is judged by.

@@ -44,7 +44,7 @@ FIXED = {"learn": False, "machine": True}
 
 
 def seconds_of(function: Any) -> tuple[Any, float]:
-    """What a function returns, once it is there, and the seconds it took."""
+    """Return the result of a function, once it is computed, and the seconds it took."""
     start = time.perf_counter()
     value = jax.block_until_ready(function())
     return value, time.perf_counter() - start

@@ -70,7 +70,7 @@ COLUMNS = {
 
 
 def numpyro_gpaug(problem: Problem, clock: Clock) -> tuple[Fit, dict[str, Any]]:
-    """Closed-form updates, as by default."""
+    """Fit by closed-form updates, with the default settings."""
     import jax
     import numpyro
     import numpyro.distributions as dist
@@ -125,7 +125,9 @@ def numpyro_gpaug(problem: Problem, clock: Clock) -> tuple[Fit, dict[str, Any]]:
 
 
 def _divergence(params: dict[str, Any]) -> float:
-    """From the fitted whitened Gaussian to the standard normal, in float64."""
+    """The divergence of the fitted whitened Gaussian from the standard normal, in
+    float64.
+    """
     potential, precision = (
         np.asarray(params[f"f.v_auto_{name}"], float)
         for name in ("potential", "precision")
@@ -250,7 +252,7 @@ def print_targets(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Runs the benchmark."""
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--parts", default="waveform,learnt")
     parser.add_argument("--peers", help="name or name=interpreter, by commas")

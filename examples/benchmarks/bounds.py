@@ -127,7 +127,7 @@ def classes(v: float) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--dtype", default="float32", choices=("float32", "float64"))
     args = parser.parse_args()

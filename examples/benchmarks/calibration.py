@@ -67,7 +67,7 @@ def row(case: str, how: Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Runs and prints."""
+    """Run and print."""
     parser = ArgumentParser(
         description=__doc__, formatter_class=RawDescriptionHelpFormatter
     )

@@ -554,7 +554,7 @@ def _sums(problem: Problem, make: Any) -> Reference:
 
 
 def _grid_points(names: list[str]) -> tuple[np.ndarray, Any]:
-    """A grid over logarithms of scales, as draws of a uniform law."""
+    """A grid over logarithms of scales, as draws of a uniform distribution."""
     num = {1: 4001, 2: 401, 3: 81}[len(names)]
     low, high = {1: (-14, 12), 2: (-10, 9), 3: (-7, 4)}[len(names)]
     axis = low + (np.arange(num) + 0.5) / num * (high - low)
@@ -580,7 +580,7 @@ def _t_points(mode: Any, axes: Any, num: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def of_run(nested: Any) -> Reference:
-    """What a run says, as a reference."""
+    """Return the results of a run in the form of a reference."""
     samples = nested.get_samples(weighted=True)
     fields = nested.get_extra_fields()
     weights = np.exp(fields["log_weights"])
@@ -595,7 +595,7 @@ def of_run(nested: Any) -> Reference:
 
 
 def errors(found: Reference, exact: Reference) -> dict[str, float]:
-    """The largest errors over all sites, and that of the evidence."""
+    """Return the largest errors over all sites, and the error of the evidence."""
     mean = spread = 0.0
     for name, (m, s) in ((k, x) for k, x in exact.items() if k != "evidence"):
         own = found[name]

@@ -30,7 +30,7 @@ THREADS = (
 
 
 class Problem(NamedTuple):
-    """A binary classification problem, standardised, with what every method is given.
+    """A binary classification problem, standardised, with the inputs of every method.
 
     :param X: training inputs.
     :param y: training labels, 0 or 1.
@@ -53,7 +53,7 @@ class Problem(NamedTuple):
 
     @classmethod
     def load(cls, path: str, dtype: str) -> Problem:
-        """Reads what :meth:`save` wrote."""
+        """Read what :meth:`save` wrote."""
         with np.load(path, allow_pickle=False) as file:
             arrays = [
                 file[k].astype(dtype) for k in ("X", "y", "X_test", "y_test", "Z")
@@ -62,12 +62,12 @@ class Problem(NamedTuple):
             return cls(*arrays, *scalars, bool(file["learn"]))
 
     def save(self, path: str) -> None:
-        """Writes plain arrays."""
+        """Write plain arrays."""
         np.savez(path, **self._asdict())
 
 
 class Prediction(NamedTuple):
-    """What a fit is judged by.
+    """The predictions that a fit is judged by.
 
     :param probs: probability of label 1 at the test inputs.
     :param mean: of the latent function at the training inputs, if there is one.
@@ -85,13 +85,13 @@ class Fit(Protocol):
     """A method set up on a problem."""
 
     def run(self, steps: int) -> None:
-        """Fits from the start for so many steps, and waits for the result."""
+        """Fit from the start for a number of steps, and wait for the result."""
 
     def bounds(self, steps: int) -> Sequence[float]:
         """The method's own bound after each step from the start."""
 
     def predict(self) -> Prediction:
-        """Predicts with the last fit."""
+        """Predict with the last fit."""
 
 
 # -- data ------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
+    """Describe the machine that the figures were measured on."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     models = [line.split(":")[1].strip() for line in lines if "model name" in line]
@@ -228,7 +228,7 @@ def machine() -> dict[str, Any]:
 
 
 def write_report(path: Path | None, rows: Sequence[Any], *packages: str) -> None:
-    """Rows of a table, with what they were measured on and with, as JSON.
+    """Write the rows of a table as JSON, with the machine and the versions.
 
     :param path: where to; nowhere if ``None``.
     :param rows: of the table.
@@ -248,7 +248,7 @@ def worker_main(
     builders: dict[str, Callable[[Problem, Clock], tuple[Fit, dict[str, Any]]]],
     extras: Callable[[Fit, Problem, Clock, int], dict[str, Any]] | None = None,
 ) -> None:
-    """What a worker process does: measures one method, prints JSON.
+    """Run a worker process: measure one method, print JSON.
 
     :param builders: by method; each imports its library when it is called, and returns
         the fit, set up, with notes: ``imports`` (the clock after the imports),
@@ -289,7 +289,7 @@ def worker_main(
 def spawn(
     python: str, script: Path, method: str, problem: str, *options: str, dtype: str
 ) -> dict[str, Any]:
-    """Runs a worker; on failure the result holds the last line of its error."""
+    """Run a worker; on failure the result holds the last line of its error."""
     environment = {k: v for k, v in os.environ.items() if "COMPILATION_CACHE" not in k}
     environment |= dict.fromkeys(THREADS, "1")
     environment["JAX_ENABLE_X64"] = str(int(dtype == "float64"))
@@ -386,7 +386,7 @@ def measure(
 
 
 def print_table(rows: Sequence[dict[str, Any]], columns: dict[str, str]) -> None:
-    """Prints rows; ``columns`` maps a key to its format."""
+    """Print rows; ``columns`` maps a key to its format."""
     cells = [[key for key in columns]]
     for row in rows:
         cells.append([_cell(row, key, form) for key, form in columns.items()])

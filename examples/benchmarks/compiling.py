@@ -60,7 +60,7 @@ STEPS = 6
 def fit_of(
     rows: int, size: int, likelihood: str, learnt: bool, batch: int | None
 ) -> tuple[Callable[[], Any], Any]:
-    """A fit to call, and what predicts from it."""
+    """Return a function that fits, and one that predicts from the fit."""
     import jax
     import jax.numpy as jnp
     import numpyro
@@ -113,7 +113,7 @@ def _adam() -> Any:
 
 
 def predictions(rows: int, after: str) -> Callable[[], Any]:
-    """Of some rows, after a fit."""
+    """Return a function that predicts rows after a fit."""
     fit, svi = fit_of(*FITS[after])
     posterior = svi.posterior(fit())
     X = np.random.default_rng(1).normal(size=(rows, 10)).astype(np.float32)
@@ -145,7 +145,7 @@ def grouped() -> tuple[Any, tuple[Any, ...]]:
 
 
 def work(name: str) -> Callable[[], Any]:
-    """What is timed."""
+    """Return the function to time."""
     if name in FITS:
         return fit_of(*FITS[name])[0]
     if name in PREDICTIONS:
@@ -171,7 +171,7 @@ def work(name: str) -> Callable[[], Any]:
 
 
 def worker(name: str, repeats: int, clock: str) -> None:
-    """Prints the seconds of one workload in this process."""
+    """Print the seconds of one workload in this process."""
     import jax
 
     now = time.process_time if clock == "cpu" else time.perf_counter
@@ -215,7 +215,7 @@ def row(name: str, default: str, repeats: int, clock: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Runs the benchmark."""
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--workloads", default=";".join(WORKLOADS), help="by ';'")
     parser.add_argument("--repeats", type=int, default=3)

@@ -116,7 +116,7 @@ def fitted(sizes: list[tuple[int, ...]], values: list[float]) -> dict[str, Any]:
 
 
 def rates(rounds: int) -> dict[str, float]:
-    """What the machine can do at most."""
+    """Measure the highest rates of the machine."""
     a = jnp.ones((1024, 1024))
     long = jnp.ones(2**24)
     product, copy = jax.jit(lambda a: a @ a), jax.jit(lambda x: x + 1)

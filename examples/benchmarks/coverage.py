@@ -96,7 +96,7 @@ def ard(columns: int) -> Any:
 
 
 def whole(X: Any, *, likelihood: Any) -> None:
-    """What data of :func:`sparse` are simulated from."""
+    """The model that data of :func:`sparse` are simulated from."""
     at_inputs(ard(X.shape[1])(X, X), VARIANCE, None, likelihood)
 
 
@@ -144,7 +144,7 @@ class Intervals:
         return weighted_quantiles(draws, weights, (0.05, 0.95))
 
     def mixture(self, X: Any, y: Any, **inducing: Any) -> Any:
-        """After :meth:`nested`."""
+        """Return intervals by the mixture's mean and variance, after :meth:`nested`."""
         return around(self._nested.posterior().predict_f(X, site="f"))
 
     @property

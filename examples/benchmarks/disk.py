@@ -73,7 +73,7 @@ def write(folder: Path, args: argparse.Namespace) -> None:
 
 
 def model(X, y=None, *, inducing):
-    """As in ``large.py``, for rows that come in batches."""
+    """The model of ``large.py``, for rows that come in batches."""
     import jax.numpy as jnp
     import numpyro
     import numpyro.distributions as dist
@@ -98,7 +98,7 @@ class Measured:
         self._begun = time.perf_counter(), time.process_time()
 
     def row(self, rows: int) -> dict[str, Any]:
-        """What is told of so many rows."""
+        """Return the row of the table for a number of rows."""
         seconds = time.perf_counter() - self._begun[0]
         used = time.process_time() - self._begun[1]
         return {
@@ -121,7 +121,7 @@ def reading(part: str, rows: Any, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def fitting(part: str, rows: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """Steps on what is read, or on rows in memory."""
+    """Measure steps on rows that are read, or on rows in memory."""
     import jax
     import optax
 
@@ -174,7 +174,7 @@ def work(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def spawn(part: str, folder: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Runs a worker; raises with its error."""
+    """Run a worker; raise its error."""
     command = [sys.executable, __file__, "--worker", part, "--folder", folder]
     for name in (
         "rows", "columns", "inducing", "batch", "block", "passes", "rate", "test_rows",
@@ -187,7 +187,7 @@ def spawn(part: str, folder: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Speeds over those of reading alone, and of the same steps in memory."""
+    """Return speeds relative to reading alone, and to the same steps in memory."""
     speeds = {row["part"]: row["rows_second"] for row in rows}
     for row in rows:
         beside = {"of_reading": "read", "of_memory": f"{row['part']}_memory"}

@@ -40,7 +40,7 @@ WINDOW = 3.0
 
 
 def traffic(text: str) -> tuple[str, int]:
-    """Kinds of what goes between devices in a compiled step, and its bytes."""
+    """Return the kinds of messages between devices in a compiled step, and the bytes."""
     kinds, total = set(), 0
     for line in text.splitlines():
         if match := re.search(rf" = (.*?) ({COLLECTIVES})(-start)?\(", line):
@@ -52,7 +52,7 @@ def traffic(text: str) -> tuple[str, int]:
 
 
 def watched(svi: Any) -> list[Any]:
-    """Where the program of a fit's steps will be, compiled by the first."""
+    """Collect the program of a fit's steps, when the first step compiles it."""
     programs, advance = [], svi._programs.advance
 
     def step(*given: Any, **static: Any) -> Any:
@@ -146,7 +146,7 @@ def ceiling(args: argparse.Namespace, start: float) -> dict[str, float]:
 
 
 def ceilings(args: argparse.Namespace) -> dict[str, float]:
-    """Of two processes at once over one, by what they do."""
+    """Return rates of two processes at once relative to one, by operation."""
     rates = []
     for number in (1, 2):
         start = time.time() + 5
@@ -207,7 +207,7 @@ def fit_labels(args: argparse.Namespace, rows: int) -> dict[str, Any]:
 
 
 def work(args: argparse.Namespace) -> None:
-    """What a worker process does; the first prints JSON."""
+    """Run a worker process; the first one prints JSON."""
     if hasattr(os, "sched_setaffinity") and args.core is not None:
         os.sched_setaffinity(0, {args.core})
     if args.ceiling:
@@ -232,7 +232,7 @@ def spawn(
     processes: int = 1,
     also: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """Runs workers and returns what the first printed."""
+    """Run workers and return what the first one printed."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -259,7 +259,7 @@ def spawn(
 
 
 def main() -> None:
-    """Runs the benchmark."""
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--parts", default="devices,processes,ceiling,latents")
     parser.add_argument("--rows", type=int, default=1_000_000)

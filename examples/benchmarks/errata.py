@@ -21,7 +21,7 @@ STEP = 1e-5
 
 
 class Line(NamedTuple):
-    """What a formula is of, and its value as printed, corrected and checked."""
+    """A formula, and its value as printed, corrected and checked."""
 
     paper: str
     where: str
@@ -40,7 +40,7 @@ def integral(function: Callable[[float], float], low: float, high: float) -> flo
 
 
 def average(function: Callable[[float], float], m: float, v: float) -> float:
-    """Of a function of a normal variable."""
+    """Return the expectation of a function of a normal variable."""
     law, reach = stats.norm(m, np.sqrt(v)), 12 * np.sqrt(v)
     return integral(lambda f: law.pdf(f) * function(f), m - reach, m + reach)
 
@@ -49,7 +49,9 @@ def average(function: Callable[[float], float], m: float, v: float) -> float:
 
 
 def mean_field_bound(g: np.ndarray, alpha: float, m: np.ndarray, v: np.ndarray) -> Any:
-    """Of one datum of the first class: counts of means g, a rate ~ Gamma(alpha, C)."""
+    """Return the bound of one datum of the first class: counts of means g, a rate ~
+    Gamma(alpha, C).
+    """
     half = np.logaddexp(0, np.sqrt(m**2 + v)) - np.sqrt(m**2 + v) / 2
     digamma, size = special.digamma(alpha), len(m)
     counts = g * (1 - m / 2 - half + digamma - np.log(size) - np.log(g))
@@ -186,7 +188,7 @@ def lines() -> list[Line]:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     columns = dict.fromkeys(("paper", "where", "what"), "")
     columns |= dict.fromkeys(("printed", "right", "checked"), ".4f")
     print("float64")

@@ -290,7 +290,7 @@ def densely(
 
 
 def equality(case: str, size: int, *, dense: bool) -> dict[str, Any]:
-    """What one form of a model gives, in the process's dtype."""
+    """Compute the results of one form of a model, in the process's dtype."""
     name = case.split()[1]
     rng = np.random.default_rng(0)
     rows = rng.uniform(size=(3 * size, 2))
@@ -457,8 +457,10 @@ def fit_lattice(case: str, size: int) -> dict[str, Any]:
 
 
 def log_determinants(case: str, size: int) -> dict[str, Any]:
-    """Of a lattice's Laplacian, restricted to zero sums, and of it plus a multiple of
-    the identity, relative to the sums of the logarithms of known eigenvalues."""
+    """Return errors of the log-determinants of a lattice's Laplacian, restricted to
+    zero sums, and of it plus a multiple of the identity. Errors are relative to the
+    sums of the logarithms of the known eigenvalues.
+    """
     side = round(np.sqrt(size))
     size, adjacency = side**2, lattice(side, side)
     one = 2 - 2 * np.cos(np.pi * np.arange(side) / side)

@@ -133,7 +133,7 @@ def insteval() -> dict[str, np.ndarray]:
 
 
 def seconds(function: Callable[[], Any], how: Namespace) -> list[float]:
-    """Of every repeat."""
+    """Return the seconds of every repeat."""
     clock = Clock(how.clock, 0.0)
     return [clock.time(function) for _ in range(max(how.repeats, 3))]
 
@@ -154,8 +154,9 @@ def timed(
 
 
 def bare(X: np.ndarray, how: Namespace) -> float:
-    """Seconds of a new array of the size of the data, and of the sums of its
-    columns."""
+    """Measure the seconds that a new array of the size of the data takes, with the sums
+    of its columns.
+    """
     moved = jax.jit(lambda X, by: X + by)
     sums = jax.jit(lambda X: X.sum(0))
     array = jnp.asarray(X)
@@ -274,7 +275,7 @@ def child(kind: str, rows: int, how: Namespace) -> dict[str, Any]:
 
 
 def log_slopes(table: list[dict[str, Any]], kind: str) -> dict[str, float]:
-    """Of seconds and memory against rows, on logarithmic scales."""
+    """Return the slopes of seconds and memory against rows, on logarithmic scales."""
     sized = [row for row in table if row["fit"] == kind and "warm" in row]
     if len(sized) < 2:
         return {}
@@ -287,7 +288,7 @@ def log_slopes(table: list[dict[str, Any]], kind: str) -> dict[str, float]:
 
 
 def main() -> None:
-    """Runs the benchmark."""
+    """Run the benchmark."""
     parser = ArgumentParser(
         description=__doc__, formatter_class=RawDescriptionHelpFormatter
     )

@@ -108,7 +108,7 @@ def measure(x: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 
 def row(name: str, rounds: int) -> dict[str, Any]:
-    """Runs the rounds of one method."""
+    """Run the rounds of one method."""
     rng = np.random.default_rng(0)
     fit, seconds = METHODS[name](), []
     X = np.float32(rng.uniform(size=(6, 2)))

@@ -48,7 +48,7 @@ cat(sum(proc.time()[1:2]) - start, "\n")
 
 
 def vans(month, belts, killed=None, *, white=False):
-    """Counts of a series: level, walk, season, and the effect of a law."""
+    """Counts of a series: level, walk, season, and the effect of seat belts."""
     n = len(month)
     sd = numpyro.sample("sd", dist.HalfNormal(0.1))
     level = numpyro.sample("level", dist.Normal(2, 1))
@@ -115,7 +115,7 @@ def nested(model: Any, args: tuple) -> dict[str, Any]:
 
 
 def nuts(model: Any, args: tuple, draws: int) -> dict[str, Any]:
-    """The same of NUTS, of whose steps half are warm-up."""
+    """Return the same for NUTS; half of its steps are warm-up."""
     mcmc = MCMC(NUTS(model), num_warmup=draws, num_samples=draws, progress_bar=False)
     seconds = []
     for seed in range(2):
@@ -138,7 +138,7 @@ def glmer() -> float | None:
 
 
 def main() -> None:
-    """Runs and prints everything."""
+    """Run and print everything."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--draws", type=int, default=2000, help="of NUTS")
     parser.add_argument("--json", type=Path)

@@ -57,7 +57,9 @@ def draw(rows: int, columns: int, seed: int) -> tuple[np.ndarray, ...]:
 
 
 def model(X, y=None, *, inducing, batch=None, likelihood="bernoulli"):
-    """Everything is learnt: one lengthscale per column, variance, inducing inputs."""
+    """The model, in which everything is learnt: one lengthscale per column, variance,
+    inducing inputs.
+    """
     import jax.numpy as jnp
     import numpyro
     import numpyro.distributions as dist
@@ -130,7 +132,7 @@ def work(args: argparse.Namespace) -> None:
 
 
 def spawn(likelihood: str, steps: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Runs a worker; on failure the row holds the last line of its error."""
+    """Run a worker; on failure the row holds the last line of its error."""
     command = [sys.executable, __file__, "--worker", likelihood, "--steps", str(steps)]
     for name in (
         "rows",

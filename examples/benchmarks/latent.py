@@ -225,7 +225,7 @@ def whitened(model: Any, data: Any) -> Any:
 
 
 def by_nuts(model: Any, data: Any, draws: int, key: int) -> dict[str, np.ndarray]:
-    """Draws, those of one chain after those of another."""
+    """Return draws of NUTS, one chain after the other."""
     mcmc = MCMC(
         NUTS(whitened(model, data)), num_warmup=min(draws, 1000), num_samples=draws,
         num_chains=4, chain_method="vectorized", progress_bar=False,
@@ -306,7 +306,7 @@ def timed(run: Callable[[], Any]) -> tuple[Any, float]:
 
 
 def beside(truth: Moments, run: Callable[[], Found]) -> dict[str, Any]:
-    """A method's row; what stops it is recorded."""
+    """Return a method's row, with its error if it fails."""
     try:
         (found, steps), cold = timed(run)
         warm = min(timed(run)[1] for _ in range(2))

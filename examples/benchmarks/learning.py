@@ -111,7 +111,7 @@ def waves(seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def load(name: str, rows: int, inducing: int) -> Task:
-    """Reads a data set; at most ``rows`` of its rows, at random."""
+    """Read a data set; at most ``rows`` of its rows, at random."""
     from sklearn import datasets
 
     if name == "friedman":
@@ -193,8 +193,8 @@ def put(end: dict[str, Any], column: int, value: Any) -> dict[str, Any]:
 
 
 def columns_lost(run: Callable, end: dict[str, Any]) -> tuple[set[int], set[int]]:
-    """The columns without which the bound is the same, and those of them that it calls
-    back.
+    """Return the columns without which the bound is the same, and those among them
+    along which the bound rises.
 
     :param run: learns, from given params, for so many steps.
     :param end: where learning has ended.
@@ -230,7 +230,8 @@ def moved(run: Callable, end: dict[str, Any], lost: set[int]) -> tuple[float, in
 
 
 def ways_on(ends: list[Any], run: Callable, moves: bool) -> dict[str, Any]:
-    """What became of the columns of a kernel with a lengthscale for each.
+    """Return the number of columns that a kernel with a lengthscale for each has lost,
+    and what moving them gains.
 
     :param ends: results of L-BFGS, that of the default start first.
     :param run: learns, from given params, for so many steps.
@@ -248,7 +249,9 @@ def ways_on(ends: list[Any], run: Callable, moves: bool) -> dict[str, Any]:
 def ours(
     task: Task, restarts: int, priors: bool, moves: bool, methods: Sequence[str]
 ) -> dict[str, dict[str, Any]]:
-    """By optimiser: losses of every restart, and the seconds of the default start."""
+    """Return, by optimiser, the losses of every restart and the seconds of the default
+    start.
+    """
     dtype = jnp.result_type(float)
     X, Z = jnp.asarray(task.X, dtype), jnp.asarray(task.Z, dtype)
     y = jnp.asarray(task.y, dtype if task.kind == "regression" else int)
@@ -305,7 +308,7 @@ def gpflow(task: Task, python: str) -> dict[str, Any]:
 
 
 def row(name: str, task: Task, args: argparse.Namespace) -> dict[str, Any]:
-    """What is shown of one data set."""
+    """Return the row of the table for one data set."""
     found = ours(task, args.restarts, args.priors, args.moves, args.methods)
     ends = [losses[-1] for f in found.values() for losses in f["losses"]]
     out: dict[str, Any] = {
@@ -336,7 +339,7 @@ def row(name: str, task: Task, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Runs the comparison."""
+    """Run the comparison."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     there = data_folder() is not None
     parser.add_argument("--sets", nargs="+", default=SHIPPED + OTHERS * there)

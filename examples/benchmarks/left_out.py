@@ -35,7 +35,7 @@ KEY = jax.random.key(0)
 
 
 class masked(Messenger):
-    """Masks the observed site of a model.
+    """Mask the observed site of a model.
 
     :param keep: which observations count.
     """

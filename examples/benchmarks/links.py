@@ -148,7 +148,9 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def equal_error(rows: list[dict[str, Any]], pieces: int) -> None:
-    """How many draws have the error of so many cells, and how long they would take."""
+    """Return the number of draws that have the error of a number of cells, and their
+    seconds.
+    """
     by = {row["step"]: row for row in rows}
     drawn = [(int(k.split()[0]), row) for k, row in by.items() if k.endswith("draws")]
     (few, low), (many, high) = drawn[0], drawn[-1]
@@ -163,7 +165,7 @@ def equal_error(rows: list[dict[str, Any]], pieces: int) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Parses, runs, prints."""
+    """Parse, runs, prints."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rows", type=int, default=5000)
     parser.add_argument("--inducing", type=int, default=50)

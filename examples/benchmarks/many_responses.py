@@ -101,7 +101,7 @@ def compared(svi: Any, fits: Any, given: Any, how: Namespace) -> dict[str, float
 
 
 def main() -> None:
-    """Runs and prints."""
+    """Run and print."""
     parser = ArgumentParser(
         description=__doc__, formatter_class=RawDescriptionHelpFormatter
     )

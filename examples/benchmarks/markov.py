@@ -157,7 +157,7 @@ def seconds(run: Callable[[], Any]) -> float:
 
 
 def by_time(size: int) -> dict[str, Any]:
-    """Seconds of an evaluation at growing numbers of times."""
+    """Measure the seconds of an evaluation at growing numbers of times."""
     point = {k: jnp.asarray(x) for k, x in POINT.items()}
     sizes = [size // 100, size // 10, size]
     ours, theirs, chosen = [], [], {}

@@ -80,7 +80,9 @@ def with_numpyro(
     warmup: int,
     draws: int,
 ) -> tuple[dict[str, np.ndarray], float, float]:
-    """Draws of some sites, seconds per draw once warm, and seconds from the start."""
+    """Return draws of some sites, the seconds of a draw once warm, and seconds from the
+    start.
+    """
     import jax
     from numpyro.infer import MCMC
 
@@ -222,7 +224,7 @@ def worst_size(draws: np.ndarray) -> float:
 
 
 def worker(sampler: str, name: str, draws: int) -> None:
-    """Measures one sampler on one problem, and prints JSON."""
+    """Measure one sampler on one problem, and print JSON."""
     found, seconds, cold = RUNS[sampler](make_problem(name), draws)
     worst = worst_size(found)
     overhead = cold - draws * seconds
@@ -254,7 +256,7 @@ def spawn(script: str, options: list[str]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Runs the benchmark."""
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--sizes", default=["200", "500", "1000"],
                         type=lambda t: t.split(","))  # fmt: skip

@@ -76,7 +76,7 @@ def kernel_of(sampler: str) -> Any:
 
 
 def worker(sampler: str, table: str, args: argparse.Namespace) -> None:
-    """Measures one sampler, and prints JSON."""
+    """Measure one sampler, and print JSON."""
     import jax.numpy as jnp
 
     X, y = load_data(table)
@@ -102,7 +102,7 @@ def worker(sampler: str, table: str, args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Runs the benchmark."""
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--table", default="breast_cancer")
     parser.add_argument("--rows", type=int, default=200, help="the first so many")

@@ -263,7 +263,7 @@ def on_all(task: Task) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Runs the comparison."""
+    """Run the comparison."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     there = data_folder() is not None
     parser.add_argument("--sets", nargs="+", default=DRAWN + READ * there)

@@ -211,8 +211,10 @@ def reference(name: str) -> Table | None:
 def by_nuts(
     model: Any, data: Any, draws: int, clock: Any, limit: float, each: int = LEG
 ) -> tuple[Any, dict[str, float]]:
-    """Draws by chain, none if it is stopped before, and seconds of all and of the draws
-    alone. As ``MCMC`` with vectorized chains, in legs that are compiled once."""
+    """Return draws by chain (none if the sampler is stopped before), and the seconds of
+    all and of the draws alone. Chains are vectorized, as by ``MCMC``, and run in legs
+    that are compiled once.
+    """
     kernel = NUTS(model)
     gc.collect()
     start = clock()
@@ -274,7 +276,9 @@ def timed(worth: float, cold: float, warm: float, drawing: float) -> dict[str, f
 def row_of_nuts(
     draws: Any, names: set[str], seconds: dict[str, float], wanted: int
 ) -> tuple[dict[str, Any], Table]:
-    """What a run by NUTS is worth, and its statistics, none before its first draws."""
+    """Return the effective draws and the statistics of a run by NUTS; none before its
+    first draws.
+    """
     steps = seconds.pop("steps")
     if draws:
         table, worth = of_chains(draws, names)

@@ -80,7 +80,7 @@ def surface(rng: np.random.Generator, rows: int) -> tuple[np.ndarray, np.ndarray
 
 
 def deep_kernel(rng: np.random.Generator, key: jax.Array, rows: int) -> Task:
-    """Regression by a kernel on what a network makes of the inputs."""
+    """Regression by a kernel on the outputs of a network of the inputs."""
     X, f = surface(rng, rows + HELD_OUT)
     y = f + 0.1 * rng.normal(size=len(f))
     start = network(key, 5, 32, 2)
@@ -99,7 +99,7 @@ def deep_kernel(rng: np.random.Generator, key: jax.Array, rows: int) -> Task:
 
 
 def deep_classes(rng: np.random.Generator, key: jax.Array, rows: int) -> Task:
-    """Two classes by a kernel on what a deeper network makes of the inputs."""
+    """Two classes by a kernel on the outputs of a deeper network of the inputs."""
     X, f = surface(rng, rows + HELD_OUT)
     y = (f + 0.3 * rng.logistic(size=len(f)) > 0).astype(int)
     start = network(key, 5, 24, 24, 2)
@@ -211,7 +211,7 @@ OPTIMISERS = {"default": "lbfgs", "adam": optax.adam(0.01)}
 
 
 def fitted(task: Task, optim: Any, rows: int, steps: int, tol: Any) -> dict[str, Any]:
-    """How a fit ends, and what it costs."""
+    """Return the end of a fit, and its cost."""
     arrays = [
         jnp.asarray(x, None if x.dtype.kind == "i" else jnp.result_type(float))
         for x in task.rows
@@ -247,7 +247,7 @@ def fitted(task: Task, optim: Any, rows: int, steps: int, tol: Any) -> dict[str,
 
 
 def main() -> None:
-    """Runs the comparison."""
+    """Run the comparison."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS)
     parser.add_argument("--rows", type=int, default=600)

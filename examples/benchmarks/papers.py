@@ -39,7 +39,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Runs one table; each has a module with ``run(options) -> dict``."""
+    """Run one table; each has a module with ``run(options) -> dict``."""
     options = parse(argv)
     if not 1 <= options.folds <= 10:
         raise SystemExit(f"--folds must be between 1 and 10, got {options.folds}")

@@ -270,7 +270,7 @@ def compared(scores: list[tuple[float, float]], name: str, link: str) -> dict[st
 
 
 def run_set(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Every method on one data set."""
+    """Run every method on one data set."""
     real, rows = name in REAL, []
     parts = list(folds(name))[: options.folds]
     for link, published in PUBLISHED[name].items():
@@ -299,7 +299,7 @@ def run_set(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Runs and prints the table."""
+    """Run and print the table."""
     names = options.datasets or list(PUBLISHED)
     if unknown := set(names) - set(PUBLISHED):
         raise SystemExit(f"unknown data sets {sorted(unknown)}; {list(PUBLISHED)}")

@@ -157,7 +157,7 @@ def verdict(ours: list[dict[str, Any]], theirs: dict[str, Any]) -> dict[str, Any
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Runs and prints the table."""
+    """Run and print the table."""
     folder = data_folder()
     names = options.datasets or DATASETS
     if unknown := set(names) - set(DATASETS):

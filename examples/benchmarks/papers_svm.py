@@ -207,7 +207,9 @@ def laplace(fold: Fold) -> Any:
 
 
 def methods(num_data: int, steps: int | None) -> dict[str, Method]:
-    """What is run on so many rows, for so many steps at most."""
+    """Return the methods to run on a number of rows, and their largest numbers of
+    steps.
+    """
     found = {
         "BSVM fixed": ours(steps=steps or 30),
         f"BSVM fixed, batches of {BATCH}": ours(batch=True),
@@ -235,7 +237,7 @@ def judge(probs: np.ndarray, y: np.ndarray) -> dict[str, float]:
 
 
 def measure(name: str, kind: str, options: Any) -> list[dict[str, Any]]:
-    """Every method on the folds of one kind: a row per method and rule."""
+    """Measure every method on the folds of one kind, with a row per method and rule."""
     cases = list(islice(folds(name, kind, options.num_inducing), options.folds))
     rows = []
     for method, fit in methods(len(cases[0].y), options.steps).items():
@@ -262,7 +264,7 @@ def measure(name: str, kind: str, options: Any) -> list[dict[str, Any]]:
 
 
 def published(name: str) -> list[dict[str, Any]]:
-    """What the paper prints for a data set."""
+    """Return the paper's results for a data set."""
     short = name.removeprefix("ratsch_")
     return [
         {"set": short, "method": label, "error": e, "brier": b, "seconds": s}
@@ -271,7 +273,7 @@ def published(name: str) -> list[dict[str, Any]]:
 
 
 def run(options: Any) -> dict[str, Any]:
-    """Prints the table and returns its rows.
+    """Print the table and return its rows.
 
     :param options: of ``papers.py``; ``num_inducing`` is for waveform only.
     """

@@ -133,7 +133,7 @@ def mixed_lm(name: str, data: dict[str, Any], held: Held) -> Callable[[], Answer
 def bayes_mixed_glm(
     name: str, data: dict[str, Any], held: Held
 ) -> Callable[[], Answer]:
-    """By a mean-field Gaussian."""
+    """Fit a mean-field Gaussian."""
     from scipy import sparse
     from statsmodels.genmod import bayes_mixed_glm as glm
 
@@ -201,7 +201,7 @@ FEWEST, MOST, SECONDS = 7, 300, 12.0
 
 
 def repeated(run: Callable[[], Answer]) -> list[float]:
-    """Seconds of runs, one after the other."""
+    """Return the seconds of runs, one after the other."""
     found: list[float] = []
     while len(found) < FEWEST or (sum(found) < SECONDS and len(found) < MOST):
         found.append(timed(run)[1])

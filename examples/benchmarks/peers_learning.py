@@ -15,7 +15,7 @@ import tensorflow as tf
 
 
 def main(path: str) -> None:
-    """Fits the task in a file, prints JSON."""
+    """Fit the task in a file, and print JSON."""
     with np.load(path) as file:
         task = {k: file[k] for k in file.files}
     kind, y = str(task["kind"]), task["y"].astype(float)

@@ -20,13 +20,13 @@ CHAINS = 4
 
 
 def seconds() -> float:
-    """Of the processor, so far."""
+    """Return the processor seconds of this process."""
     spent = os.times()
     return spent.user + spent.system + spent.children_user + spent.children_system
 
 
 def main(path: str, draws: int) -> None:
-    """Draws, writes them by chain over the data, prints JSON."""
+    """Draw, write the draws by chain over the data, and print JSON."""
     with np.load(path) as file:
         y, total, herd, period = (file[k] for k in ("y", "total", "herd", "period"))
     start = seconds()

@@ -72,7 +72,7 @@ def rats(rat, day, weight=None):
 
 
 def posteriors() -> dict[str, tuple[Any, tuple, dict, list[str]]]:
-    """Name: model, arguments, keywords, and what is shown."""
+    """Return, by name, the model, its arguments and keywords, and the sites to show."""
     s, patterns, w = (pd.read_csv(DATA / f"{k}.csv") for k in ("seeds", "lsat", "rats"))
     kind, extract = s.type.to_numpy(), s.extract.to_numpy()
     x = np.stack([np.ones(21), kind, extract, kind * extract], -1)
@@ -91,7 +91,7 @@ def posteriors() -> dict[str, tuple[Any, tuple, dict, list[str]]]:
 
 
 def main() -> None:
-    """Runs and prints everything."""
+    """Run and print everything."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--points", type=int, default=512)
     parser.add_argument("--json", type=Path)

@@ -91,7 +91,7 @@ def plain(posterior: gpaug.Posterior, X: np.ndarray, y: np.ndarray) -> Callable:
 
 
 def plug_in(posterior: gpaug.Posterior, X: np.ndarray, y: np.ndarray) -> Callable:
-    """Those at the mean of the functions."""
+    """Return the probabilities at the mean of the functions."""
 
     def probabilities(X_test: np.ndarray) -> np.ndarray:
         f = np.asarray(posterior.predict_f(X_test).mean, float)
@@ -129,10 +129,11 @@ METHODS = {
 
 
 def law(name: str, rng: np.random.Generator, rows: int) -> tuple[np.ndarray, ...]:
-    """Inputs and labels of a law: ``linear`` (slopes of one), ``steep`` (of four or
-    five), ``far`` (Gaussians apart), ``flip`` (so, a tenth of the labels random),
-    ``near``, ``null`` (labels that nothing predicts), ``rings``, ``additive``; the
-    digit is the number of classes."""
+    """Draw inputs and labels by a rule: ``linear`` (slopes of one), ``steep`` (slopes
+    of four or five), ``far`` (Gaussians apart), ``flip`` (the same, with a tenth of the
+    labels at random), ``near``, ``null`` (labels that nothing predicts), ``rings`` or
+    ``additive``; the digit is the number of classes.
+    """
     X = rng.normal(size=(rows, LAWS[name]))
     kind, classes = name[:-1], int(name[-1])
     if kind in ("linear", "steep"):
@@ -307,7 +308,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Runs every method on every set."""
+    """Run every method on every set."""
     args = parse(argv)
     keep_compiled_programs()
     results = []

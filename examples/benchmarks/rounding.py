@@ -42,7 +42,7 @@ LONGEST = 1e15
 
 
 class Regression(NamedTuple):
-    """Data and hyperparameters, of which ``y`` has no mean left."""
+    """Data and hyperparameters; the mean of ``y`` is subtracted."""
 
     X: Any
     y: Any
@@ -121,7 +121,7 @@ def packages(r: Regression, dtype: Any) -> float:
 
 
 def row(name: str, rows: int, inducing: int) -> dict[str, Any]:
-    """What is shown of one set."""
+    """Return the row of the table for one data set."""
     exact = learnt(name, rows, inducing).cast(DOUBLE)
     r = exact.cast(SINGLE).cast(DOUBLE)
     out: dict[str, Any] = {"set": name, "rows": len(r.X), "inducing": len(r.Z)}
@@ -133,7 +133,7 @@ def row(name: str, rows: int, inducing: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--sets", nargs="+", default=SETS if data_folder() else SETS[:1]

@@ -107,7 +107,9 @@ def cpu_seconds(function: Callable[[], Any]) -> float:
 def measure_cell(
     suite: Suite, parameters: tuple[np.ndarray, ...], dtype: str, repeats: int
 ) -> dict[str, float]:
-    """Draws per second of each way, and medians of their ratios within a round."""
+    """Return the draws per second of each method, and medians of their ratios within a
+    round.
+    """
     import jax
 
     size = len(parameters[0])
@@ -142,7 +144,7 @@ def measure_cell(
 
 
 def worker(args: argparse.Namespace) -> None:
-    """Measures one suite in one dtype and prints JSON."""
+    """Measure one suite in one dtype, and print JSON."""
     suite = SUITES[args.worker]
     cells = suite.cells(np.random.default_rng(0), args.size)
     rows = [
@@ -155,7 +157,7 @@ def worker(args: argparse.Namespace) -> None:
 
 
 def spawn(name: str, dtype: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Runs a worker on a single thread."""
+    """Run a worker on a single thread."""
     environment = os.environ | dict.fromkeys(THREADS, "1")
     environment["JAX_ENABLE_X64"] = str(int(dtype == "float64"))
     environment["JAX_PLATFORMS"] = "cpu"
@@ -169,7 +171,7 @@ def spawn(name: str, dtype: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Runs the benchmark."""
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--suites", default=[*SUITES], type=lambda t: t.split(","))
     parser.add_argument("--dtypes", default=DTYPES, type=lambda t: t.split(","))

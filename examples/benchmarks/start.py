@@ -67,7 +67,7 @@ COMPARED = {
 
 
 def package(problem: Problem, clock: Clock, calls: list[int]) -> tuple[Any, float]:
-    """The package's fit: that of ``binary.py``, or the README's."""
+    """Return the package's fit: the one of ``binary.py``, or the README's."""
     import jax
     import numpyro
     import numpyro.distributions as dist
@@ -112,7 +112,7 @@ def package(problem: Problem, clock: Clock, calls: list[int]) -> tuple[Any, floa
 
 
 def start(method: str, problem: Problem, clock: Clock, steps: int) -> dict[str, Any]:
-    """Stages of one start in turn, what each took."""
+    """Run the stages of one start in turn, and return the seconds of each."""
     calls: list[int] = []
     spans: dict[str, list[tuple[float, float]]] = {k: [] for k in SECONDS.values()}
     if method != "gpflow":
@@ -171,7 +171,9 @@ def union(spans: list[tuple[float, float]]) -> float:
 
 
 def compiled_steps(problem: Problem, clock: Clock) -> dict[str, Any]:
-    """What is in the compiled program of steps, hyperparameters learnt and fixed."""
+    """Count the operations of the compiled steps, with hyperparameters learnt and
+    fixed.
+    """
     from numpyro_gpaug.math.compiling import compiler_options
 
     fit, _ = package(problem, clock, [])
@@ -195,7 +197,7 @@ def compiled_steps(problem: Problem, clock: Clock) -> dict[str, Any]:
 
 
 def work() -> None:
-    """What a worker process does; prints JSON."""
+    """Run a worker process, which prints JSON."""
     parser = argparse.ArgumentParser()
     for name in ("method", "problem", "--dtype", "--clock", "--cache"):
         parser.add_argument(name)
@@ -304,7 +306,7 @@ def classify(repeats: int) -> list[float]:
 
 
 def main() -> None:
-    """Runs the benchmark."""
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--parts", default="waveform,readme")
     parser.add_argument("--gpflow", metavar="PYTHON", help="an interpreter that has it")

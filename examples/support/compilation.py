@@ -10,7 +10,7 @@ import jax
 
 
 def keep_compiled_programs() -> Path | None:
-    """Switches on JAX's persistent compilation cache, so that a second run of a script
+    """Switch on JAX's persistent compilation cache, so that a second run of a script
     need not compile again. A package must not do this; a script owns its process.
 
     They go to ``numpyro_gpaug`` in the user's cache folder, or where
