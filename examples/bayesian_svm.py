@@ -65,7 +65,7 @@ def model(X, y=None, inducing=None, *, machine=True, predictive="probit"):
     dim = X.shape[1]
     lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0.5 * np.log(dim), 1))
     variance = numpyro.sample("variance", dist.LogNormal(1, 1))
-    # An unknown offset of variance 4 is a part of the process.
+    # The process includes an unknown offset with variance 4.
     kernel = gpaug.kernels.SquaredExponential(lengthscale, variance) + 4.0
     f = gpaug.GaussianProcess("f", kernel, inducing=inducing)(X)
     if machine:
@@ -106,7 +106,7 @@ def cross_validate(X, y, args) -> tuple[dict[str, np.ndarray], dict[str, float]]
     probs: dict[str, np.ndarray] = {}
     seconds = dict.fromkeys((PROBIT, PROCESS), 0.0)
     splits = list(folds.split(X, y))
-    # Training sets of one size: the steps are compiled once for all folds.
+    # All training sets have one size, so the steps are compiled once.
     size = min(len(train) for train, _ in splits)
     for train, test in splits:
         train = train[:size]
@@ -207,7 +207,9 @@ def draw_reliability(axes, probs: dict[str, np.ndarray], y: np.ndarray) -> None:
         hits = np.nan_to_num(curve.observed) * curve.counts
         filled = curve.counts > 0
         ends = beta.interval(0.9, hits + 0.5, curve.counts - hits + 0.5)
-        x = curve.predicted + 0.012 * (i - 1)  # side by side where methods agree
+        x = curve.predicted + 0.012 * (
+            i - 1
+        )  # side by side, since the methods may agree
         low, high = (end[filled] for end in ends)
         axes.vlines(x[filled], low, high, color=color, lw=1.5, alpha=0.45)
         size = 35 + 200 * curve.counts / len(y)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Binary classification with a sparse Gaussian process, from a file to a picture.
 
-Fits by closed-form updates with hyperparameters learnt on the same bound, a lengthscale
-for each column where columns are few and a linear term among them; makes predictions as
-sure as labels left out turn out right; compares with logistic regression and a support
-vector machine, checks the fit with ArviZ, saves the posterior, loads it again, and
-draws ``classify.png``::
+Fits by closed-form updates and learns the hyperparameters on the same bound. If there
+are few columns, the kernel has a lengthscale for each and a linear term. A temperature
+is chosen on labels left out, which makes probabilities calibrated. The script compares
+with logistic regression and a support vector machine, checks the fit with ArviZ, saves
+and loads the posterior, and draws ``classify.png``::
 
     python examples/classify.py
     python examples/classify.py --data mine.npz --inducing 200 --out mine.png
@@ -87,7 +87,9 @@ def load(path: str | None) -> tuple[np.ndarray, np.ndarray]:
             X, labels = archive["X"], archive["y"]
     elif path.endswith(".csv"):
         words = np.genfromtxt(path, delimiter=",", dtype=str, ndmin=2)
-        numbers = np.genfromtxt(path, delimiter=",", ndmin=2)  # NaN where not a number
+        numbers = np.genfromtxt(
+            path, delimiter=",", ndmin=2
+        )  # NaN where a cell is not a number
         header = int(np.isnan(numbers[0, :-1]).all())
         X, labels = numbers[header:, :-1], numbers[header:, -1]
         if np.isnan(labels).any():
@@ -203,7 +205,7 @@ def report_fit(fitted: dict[str, Any], num_data: int) -> None:
     psis = diagnostics.psis_khat(tree)
     print(f"PSIS k-hat             {psis.khat:.2f} ({psis.verdict})")
     with warnings.catch_warnings():
-        # ArviZ warns of large k; they are counted in the line below instead.
+        # ArviZ warns about large k; the line below counts them instead.
         warnings.filterwarnings("ignore", "Estimated shape parameter of Pareto")
         loo = diagnostics.loo(tree, correct=psis.khat < 0.7)
     high = int((loo.pareto_k.values > loo.good_k).sum())

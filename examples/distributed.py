@@ -7,11 +7,11 @@ The same script is one process, several on this machine, or one of many on a clu
     python examples/distributed.py --rows 200000 --launch 2
     srun -n 16 python examples/distributed.py --rows 20000000 --cluster
 
-``--launch`` starts that many processes here. ``--cluster`` asks JAX who the others are,
-which it knows under SLURM, Open MPI and on cloud TPUs; elsewhere (Kubernetes, Ray) say
-it: ``--coordinator host:port --processes 16 --process 3``. Only the first process
-prints, and writes a checkpoint about once a second, from which all go on when they are
-started again. With ``--results``, parameters are written to a file.
+``--launch`` starts this many processes here. ``--cluster`` lets JAX find the other
+processes, which it can under SLURM, Open MPI and on cloud TPUs. Elsewhere (Kubernetes,
+Ray) pass them: ``--coordinator host:port --processes 16 --process 3``. Only the first
+process prints, and writes a checkpoint about once a second; a restart continues from
+it. With ``--results``, parameters are written to a file.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from support.compilation import keep_compiled_programs
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.infer import all_or_none, load_state, save_state
 
-# Rows are made in parts, so that a row is the same whoever makes it.
+# Rows are simulated in parts, so that every process simulates the same rows.
 PART = 1000
 
 
@@ -85,7 +85,7 @@ def launch(number: int, options: list[str]) -> int:
 def join(args: argparse.Namespace) -> None:
     """Find the other processes, if there are any."""
     how = {"heartbeat_timeout_seconds": args.patience}
-    # What processes on CPUs talk by; accelerators have their own.
+    # The transport between processes on CPUs; accelerators have their own.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     if args.cluster:
         jax.distributed.initialize(**how)
@@ -101,7 +101,7 @@ def fit(args: argparse.Namespace) -> None:
     mesh = jax.make_mesh((jax.device_count(),), ("rows",))
     by_row = NamedSharding(mesh, PartitionSpec("rows"))
     each = args.rows // jax.device_count() * jax.local_device_count()
-    # Where a process cannot read its rows, all end with its error.
+    # If one process cannot read its rows, all end with its error.
     with all_or_none(mesh):
         mine = rows_of(jax.process_index() * each, (jax.process_index() + 1) * each)
     X, y = (jax.make_array_from_process_local_data(by_row, x) for x in mine)

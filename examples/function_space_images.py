@@ -3,23 +3,25 @@
 
 Gaussian Wasserstein inference (Wild, Hu and Sejdinovic, 2022) fits a Gaussian measure
 on functions whose mean is a network and whose covariance is that of a sparse Gaussian
-process. Beside it stand the same network trained by cross-entropy and the same
-Gaussian process fitted by its evidence bound, on test images and on two kinds of
-strangers: test images turned by a quarter turn, and with their pixels shuffled (one
-order for all). Scores are those of test images; the AUROC is that of telling a stranger
-by the entropy of its predicted class. Draws ``function_space_images.png``::
+process. The script compares it with the same network trained by cross-entropy, and with
+the same Gaussian process fitted by its evidence bound, on test images and on two kinds
+of foreign images: test images rotated by a quarter turn, and test images with their
+pixels shuffled (in one order for all). Scores are computed on test images. The AUROC
+measures how well the entropy of the predicted class identifies a foreign image. Draws
+``function_space_images.png``::
 
     python examples/function_space_images.py
     python examples/function_space_images.py --data mine.npz --inducing 200
 
-The covariance grows away from the data, up to the prior's variance, and the network's
-mean grows too: where it grows faster (turned digits have ink where no digit has, and
-the network extrapolates from it), this measure is as sure as the network is, and the
-Gaussian process is not. A larger ``--weight`` holds the mean down, on the data only.
+Away from the data the covariance grows to the prior's variance, but the network's mean
+grows too. Where the mean grows faster, this measure is as confident as the network, and
+the Gaussian process is not. (Rotated digits have ink where no digit has, and the
+network extrapolates from it.) A larger ``--weight`` restrains the mean, at the data
+only.
 
-``mine.npz`` holds X, images (N, height, width), (N, height, width, channels) or, of
-square images, (N, pixels), and y, labels (N,); X_train and y_train are read likewise.
-If it holds X_test and y_test, those are the test set.
+``mine.npz`` contains X, images (N, height, width), (N, height, width, channels) or, for
+square images, (N, pixels), and y, labels (N,). The names X_train and y_train are read
+too. If it contains X_test and y_test, these are the test set.
 """
 
 from __future__ import annotations

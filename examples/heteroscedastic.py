@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Regression with noise that varies, from a series to a picture.
 
-Two processes, one for the mean and one for the noise, through three likelihoods: the
-log-variance is a process (exact expectation), the variance is a piecewise-constant
-function of one (a sum over cells), the precision is a scaled logistic function of one;
-beside constant noise. Scores on fresh data, and draws ``heteroscedastic.png``::
+One process is the mean and another the noise, with three likelihoods: the log-variance
+is a process (exact expectation), the variance is a piecewise-constant function of a
+process (a sum over cells), or the precision is a scaled logistic function of a process.
+Constant noise is the baseline. The script scores fresh data, and draws
+``heteroscedastic.png``::
 
     python examples/heteroscedastic.py
     python examples/heteroscedastic.py --series yuan --num 400
     python examples/heteroscedastic.py --data mine.csv
 
-The series are standard ones, with a known truth: ``goldberg`` is that of Goldberg,
-Williams and Bishop (1998), ``yuan`` that of Yuan and Wahba (2004).
+The series are standard ones with a known truth: ``goldberg`` (Goldberg, Williams and
+Bishop, 1998) and ``yuan`` (Yuan and Wahba, 2004).
 """
 
 from __future__ import annotations
@@ -160,7 +161,7 @@ def read(path: str) -> np.ndarray:
             table = np.column_stack([file["x"], file["y"]])
     else:
         table = np.genfromtxt(path, delimiter=",", ndmin=2)[:, :2]
-        table = table[int(np.isnan(table[0]).all()) :]  # a header is no number
+        table = table[int(np.isnan(table[0]).all()) :]  # a header is not a number
     if len(table) < 20 or not np.isfinite(table).all():
         raise SystemExit(
             f"{path}: expected at least 20 rows of two finite numbers, got an array of "

@@ -83,7 +83,7 @@ def model(X, y=None, *, Z, real, link):
     columns = X.shape[1]
     initial = np.full(columns, np.sqrt(columns), X.dtype)
     lengthscale = numpyro.param("lengthscale", initial, constraint=positive)
-    # A learnt link has a scale of its own: the variance stays at one there.
+    # A learnt link has its own scale, so the variance is fixed at one.
     free = link in ("sigmoid", "straight line")
     variance = numpyro.param("variance", 1.0, constraint=positive) if free else 1.0
     gp = gpaug.GaussianProcess(

@@ -43,7 +43,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
 CBPP = Path(__file__).parent / "data" / "cbpp.csv"
-# What lme4 1.1 documents: glmer, by Laplace's approximation of the likelihood.
+# The estimates that lme4 1.1 documents: glmer, by Laplace's approximation.
 LME4 = {
     "b[0]": -1.3983,
     "b[1]": -0.9919,
@@ -77,7 +77,7 @@ def model(X, herd, total, y=None, *, herds):
 
 
 def encode(table: pd.DataFrame, args: argparse.Namespace) -> Data:
-    """Return counts, codes of the herds, and a design; raise for other kinds of data."""
+    """Return counts, codes of the herds, and a design; raise for other data."""
     names = [args.successes, args.total, args.group, args.factor]
     if missing := [name for name in names if name not in table]:
         raise SystemExit(f"no column {missing} among {[*table]}")
@@ -201,7 +201,7 @@ def draw_check(axes: Any, data: Data, law: Any, seed: int) -> None:
     """Observed counts in the intervals that are predicted for them."""
     order, rank = np.argsort(np.asarray(law.mean)), np.arange(len(data.y))
     y, (low, high) = data.y[order], interval(law, seed)[:, order]
-    # A quarter more on either side: an interval of one count has a height.
+    # A quarter more on either side, so that an interval of one count is visible.
     axes.vlines(rank, low - 0.25, high + 0.25, color=OURS, alpha=0.35, linewidth=4,
                 label="90% predicted")  # fmt: skip
     axes.plot(rank, law.mean[order], color=OURS, linewidth=1.2, label="mean predicted")

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Multi-class classification with sparse Gaussian processes, from data to a picture.
 
-Softmax, logistic-softmax and robust-max on the same model function, everything learnt
-on the bound (inducing inputs too; the kernel is that of ``classify.py``, and so is how
-sure predictions are made), beside logistic regression and a support vector machine;
-then the toy problem of Galy-Fajou et al. (2020), class probabilities as red, green and
-blue.
-Images may say so by their side: how far neighbouring pixels count as one is learnt
-too. Draws ``multiclass.png``::
+Fits softmax, logistic-softmax and robust-max likelihoods with the same model function,
+beside logistic regression and a support vector machine. Everything is learnt on the
+bound, inducing inputs too; the kernel and the temperature are those of ``classify.py``.
+Then it fits the toy problem of Galy-Fajou et al. (2020), with class probabilities as
+red, green and blue. For images it also learns a distance over which neighbouring pixels
+are averaged. Draws ``multiclass.png``::
 
     python examples/multiclass.py
     python examples/multiclass.py --data mine.npz --inducing 300 --out mine.png
@@ -57,7 +56,7 @@ def robust_max(f: jax.Array) -> dist.Distribution:
     return gpaug.RobustMax(f, numpyro.param("epsilon", 0.05, constraint=unit))
 
 
-# Another likelihood is another line here: its name, the distribution, the updates.
+# Add a likelihood here: its name, the distribution, the updates.
 METHODS: dict[str, tuple[Callable[[jax.Array], dist.Distribution], str]] = {
     "softmax, exact": (softmax, "auto"),
     "logistic-softmax, exact": (gpaug.LogisticSoftmax, "auto"),
@@ -179,7 +178,7 @@ def split(data: Data, fold: int, seed: int) -> Split:
     folds = StratifiedKFold(FOLDS, shuffle=True, random_state=seed)
     train, test = list(folds.split(data.X, data.y))[fold]
     X = data.X - data.X[train].mean(0)
-    # Pixels share a unit: scaled one by one, those that are always dark turn to noise.
+    # Pixels share a unit: scaled one by one, constant dark pixels would become noise.
     scale = X[train].std(None if data.side else 0)
     X = (X / np.where(scale > 0, scale, 1)).astype(jnp.result_type(float))
     return Split(X[train], data.y[train], X[test], data.y[test], test)

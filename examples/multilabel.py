@@ -2,10 +2,11 @@
 """Many labels per row: processes shared by all labels, on sparse inputs.
 
 Each label has a score that is linear in a few shared Gaussian processes (loadings and a
-bias), with inducing inputs in a subspace of the inputs, and is present with the sigmoid
-of its score. Minibatches look at all labels a row has and at some of those it lacks.
-Everything is learnt by gradients of the analytic bound. Prints precision at 1, 3 and 5
-in percent after every epoch, and draws ``multilabel.png``::
+bias), with inducing inputs in a subspace of the inputs. The label is present with
+probability sigmoid(score). Minibatches contain all labels that a row has, and some that
+it does not have. Everything is learnt by gradients of the analytic bound. The script
+prints precision at 1, 3 and 5 in percent after every epoch, and draws
+``multilabel.png``::
 
     python examples/multilabel.py
     python examples/multilabel.py --data train.txt --test test.txt --rank 500
@@ -14,7 +15,7 @@ in percent after every epoch, and draws ``multilabel.png``::
 ``--data`` takes the text format of the Extreme Classification repository (``.txt``),
 svmlight files (``.svm``, features counted from 1), or ``.npz`` with a train and a test
 split (:func:`numpyro_gpaug.multilabel.load_npz`). With ``--checkpoint`` every epoch is
-saved, and a second run goes on where the first one ended.
+saved, and a second run continues from the last one.
 """
 
 from __future__ import annotations
@@ -295,7 +296,7 @@ def fit(problem: Problem, args: argparse.Namespace) -> Fitted:
             if number == args.steps:
                 break
             if number == 1 and args.steps is not None:
-                jax.block_until_ready(losses)  # what is extrapolated has compiled
+                jax.block_until_ready(losses)  # time compiled steps only
                 begin = time.perf_counter()
             state, loss = step(state, batch, arrays)
             losses.append(loss)

@@ -82,7 +82,7 @@ def learn(fold: Fold, every: int, steps: int) -> dict[str, Any]:
 
 def validation(cases: list[Fold], lengthscale: float, fit: Any) -> dict[str, Any]:
     """Mean scores over folds at a fixed lengthscale, and the seconds of all fits."""
-    # An array: a number would be part of the program and compile it anew.
+    # An array: a Python number would be compiled into the program.
     at = np.array(lengthscale, cases[0].X.dtype)
     scores, total = [], 0.0
     for fold in cases:
@@ -138,7 +138,7 @@ def digits() -> Iterator[Fold]:
 def inducing(args: argparse.Namespace) -> dict[str, Any]:
     """A row per number and choice."""
     cases = list(islice(digits(), args.folds))
-    # The lengthscale is learnt once, with many inputs, and the same for all.
+    # The lengthscale is learnt once, with many inputs, and used for all.
     many = cases[0]._replace(Z=gpaug.inducing.kmeans(cases[0].X, SIZES[-1]))
     found = learn(many, 1, 60)["lengthscale"]
     at = np.array(found, "float32")

@@ -163,7 +163,7 @@ def against_floor(
     def linear_algebra(variances: Any) -> Any:
         def body(_: Any, weights: Any) -> Any:
             factor = jnp.linalg.cholesky(eye + (A * weights) @ A.T)
-            # Each pass needs the one before, so that none can be hoisted.
+            # Each pass depends on the one before: XLA cannot hoist it.
             return 0.25 / (1 + variances(factor))
 
         start = jnp.full(rows, 0.25, A.dtype)

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The expected log-likelihood of one datum: augmented bounds, exact rules, brute force.
 
-``labels``: Bernoulli of logits f ~ N(-1, v), label 1. ``classes``: three of them, label
-0, latents of means (1, 0, -1) and variances (v, v/2, 2v). ``augmented`` is the bound by
-Polya-Gamma variables, of the logistic-softmax with the rate integrated out;
-``published`` that of Galy-Fajou et al. (2020), whose auxiliaries are independent;
-``exact`` the package's deterministic rule; ``nodes`` Gauss-Hermite with as many nodes
-per latent, in double precision; ``brute`` sums over a grid, in double precision.
-``precision`` is what the datum adds to the precision of (the first) f, by the augmented
-and by the exact rule: their ratio is how much too sure of one datum a fit is::
+``labels``: Bernoulli with logits f ~ N(-1, v), label 1. ``classes``: three classes,
+label 0, latents with means (1, 0, -1) and variances (v, v/2, 2v). ``augmented`` is the
+bound by Polya-Gamma variables; for the logistic-softmax the rate is integrated out.
+``published`` is the bound of Galy-Fajou et al. (2020), with independent auxiliaries.
+``exact`` is the package's deterministic rule. ``nodes`` is Gauss-Hermite quadrature
+with as many nodes per latent, in double precision. ``brute`` is a sum over a grid, in
+double precision. ``precision`` is what the datum adds to the precision of (the first)
+f, by the augmented and by the exact rule; their ratio shows the overconfidence of a
+fit::
 
     python examples/benchmarks/bounds.py
 """

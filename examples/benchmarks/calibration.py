@@ -80,7 +80,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for case in how.cases:
         rows.append(row(case, how))
-        # As each is done: the next may take minutes.
+        # Printed one by one: the next may take minutes.
         print_table(rows, COLUMNS)
         write_report(how.json, rows)
 

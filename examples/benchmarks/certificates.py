@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether ``NestedVI`` certifies what is right, whatever the random key: small models
-of the literature, each with many keys, beside sums over everything.
+"""Whether ``NestedVI`` certifies only correct results, whatever the random key: small
+models of the literature, each with many keys, beside brute-force references.
 
-``certified`` is the share of keys; ``mean``, ``sd`` and ``evidence`` are the largest
+``certified`` is the share of keys. ``mean``, ``sd`` and ``evidence`` are the largest
 errors over keys of *certified* runs and over all latents and hyperparameters: of means
-and standard deviations in posterior standard deviations, and in nats; ``least``,
-``k-hat`` and ``largest`` the smallest, middle and largest k-hat; ``points`` and
+and standard deviations in posterior standard deviations, and in nats. ``least``,
+``k-hat`` and ``largest`` are the smallest, middle and largest k-hat; ``points`` and
 ``fits`` the mean number of weighted hyperparameters and of Gaussians found. ``refused
 mean`` is the largest error of runs that were *not* certified.
 
-``by`` names the reference. ``grid``: sums over a grid of at most three
-hyperparameters, given which the latents are Gaussian. ``sums``: effects of groups by
-sums over 161 values each, hyperparameters and coefficients by 2**15 quasi-random
-points of a t distribution (worth 3000 independent ones, or it stops). ``long``: the
-same program with 2**14 points and two keys, means of which agree within .05 standard
-deviations, or it stops. References are kept in the file of ``--references``, if it is
+``by`` names the reference. ``grid``: sums over a grid of at most three hyperparameters,
+given which the latents are Gaussian. ``sums``: effects of groups by sums over 161
+values each, hyperparameters and coefficients by 2**15 quasi-random points of a t
+distribution; it fails unless they are worth 3000 independent ones. ``long``: the same
+program with 2**14 points and two keys; it fails unless their means agree within .05
+standard deviations. References are kept in the file of ``--references``, if it is
 given::
 
     python examples/benchmarks/certificates.py --keys 5 --references references.json
@@ -530,7 +530,7 @@ def _sums(problem: Problem, make: Any) -> Reference:
     axes = vectors / np.sqrt(np.maximum(values, 0.1))
     given = jax.jit(lambda x: jax.lax.map(joint, x, batch_size=64))
     if size:
-        # Once more, about what the first has seen.
+        # A second round, centred where the first found its weight.
         points, log_q = _t_points(mode, axes, 2**12)
         weights = special.softmax(np.asarray(given(jnp.asarray(points))[0]) - log_q)
         mode = weights @ points

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Classes drawn at random against all classes, on scikit-learn's digits.
 
-The logistic-softmax of ten classes is fitted by steps that look at all of them
-(``LogisticSoftmax``), and by steps that draw some, and rows of theirs: with
+The logistic-softmax of ten classes is fitted by steps that use all of them
+(``LogisticSoftmax``), and by steps that draw some classes and some of their rows: with
 ``SampledLogisticSoftmax``, and with ``LogisticNormalizer``, whose zetas (one per row)
-are learnt beside. Errors and log scores are those on held-out digits, seconds those of
-a second fit, which compiles nothing::
+are learnt as well. Errors and log scores are computed on held-out digits, seconds are
+of a second fit, without compilation::
 
     python examples/benchmarks/class_subsampling.py --drawn 3 5
 """
@@ -122,7 +122,7 @@ def compared(options: argparse.Namespace) -> list[dict[str, Any]]:
     for model, optim, steps, data, num_drawn in ways:
         kwargs = {} if model is whole else {"num_drawn": num_drawn}
         params, seconds = fitted(model, optim, steps, data, inducing=Z, **kwargs)
-        # All predict by the logistic-softmax of all classes.
+        # All fits predict by the logistic-softmax of all classes.
         posterior = reader.posterior(params, X, y, inducing=Z)
         found = np.asarray(posterior.predict_y(X_test).probs).argmax(-1)
         rows.append({

@@ -192,7 +192,7 @@ class Clock:
 
 def peak_memory() -> float:
     """Peak resident memory of this process in MiB; nan where it is not known."""
-    # getrusage would count what the parent held when it forked.
+    # getrusage would count the memory of the parent at the fork.
     status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.exists() else []
     peak = [line.split()[1] for line in lines if line.startswith("VmHWM")]
@@ -275,7 +275,7 @@ def worker_main(
         if not args.steps:
             steps = steps_needed(fit.bounds(notes["max_steps"]))
         times = [clock.time(lambda: fit.run(steps))]
-        # Slow methods are run once: the median is for those that noise can touch.
+        # Slow methods run once; the median is for runs that noise can change.
         while len(times) < args.repeats and times[0] < 10:
             times.append(clock.time(lambda: fit.run(steps)))
         result |= {"steps": steps, "warm": statistics.median(times), "runs": len(times)}
@@ -316,7 +316,7 @@ def case_in_process(script: Path, case: str, size: int, dtype: str) -> dict[str,
     )  # fmt: skip
     if not done.returncode:
         return row | json.loads(done.stdout.strip().splitlines()[-1])
-    # JAX says at the end that it has hidden frames.
+    # The last line of JAX's errors says that frames are hidden.
     said = [
         x for x in done.stderr.splitlines() if x and not x.startswith(("For s", "--"))
     ]

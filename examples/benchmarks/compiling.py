@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from common import THREADS, machine, print_table, versions
 
-# What a user sets stands; these are XLA's own values.
+# The package keeps options that a user sets; these are XLA's defaults.
 DEFAULTS = {
     "xla_cpu_use_fusion_emitters": "true", "xla_backend_optimization_level": "3",
     "xla_cpu_parallel_codegen_split_count": "32", "xla_disable_hlo_passes": "",
@@ -48,7 +48,7 @@ FITS: dict[str, tuple[int, int, str, bool, int | None]] = {
     "softmax": (3000, 60, "softmax", True, None),
     "minibatches": (100_000, 100, "bernoulli", True, 500),
 }
-# Rows that are predicted, and after which fit.
+# The number of rows to predict, and the fit.
 PREDICTIONS = {
     "first predictions": (100, "small"), "predictions of 500 rows": (500, "fixed"),
     "predictions of classes": (100, "softmax"), "predictions": (100_000, "fixed"),

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Constants of the cost model in ``docs/theory/scaling.md``.
 
-Two compiled programs are looked at: the bound and the targets of all latents at given
-hyperparameters (what a sweep does), and the bound with its gradient in hyperparameters
-and inducing inputs. Their operations, as XLA counts them, and their seconds are fitted
-by what they should grow with, over sizes of the data; ``error`` is the largest relative
-error of the fit. Beside them the operations per second of a product of matrices, and
+It measures two compiled programs: the bound and the targets of all latents at given
+hyperparameters (one sweep), and the bound with its gradient in hyperparameters and
+inducing inputs. The operations that XLA counts, and the seconds, are fitted by the
+terms of the cost model over sizes of the data; ``error`` is the largest relative error
+of the fit. It also prints the operations per second of a product of matrices, and the
 bytes per second of a copy::
 
     python examples/benchmarks/cost.py --json cost.json

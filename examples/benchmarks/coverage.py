@@ -137,7 +137,7 @@ class Intervals:
 
     def nested(self, X: Any, y: Any, **inducing: Any) -> Any:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the table tells the share of those
+            warnings.simplefilter("ignore")  # the table has the share of these
             self._nested.run(jax.random.key(1), X, y, **inducing)
         draws = np.asarray(self._nested.get_samples(weighted=True)["f"])
         weights = np.exp(self._nested.get_extra_fields()["log_weights"])

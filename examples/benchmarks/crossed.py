@@ -54,7 +54,7 @@ COLUMNS = {
     "noise": ".4f", "sds": ".1e", "bounds": ".4f", "load": ".1f",
 }  # fmt: skip
 SDS, INTERCEPT, NOISE = np.array([1.0, 0.7]), 0.5, 0.8
-# The same of GPBoost, in an interpreter that has it.
+# The same by GPBoost, in an interpreter that has it.
 PEER = """
 import json, sys, time
 import gpboost, numpy as np

@@ -43,9 +43,9 @@ from large import draw, judge
 PARTS = "read", "shuffle", "blocks_memory", "blocks", "learn_memory", "learn"
 # Rows of a file, and of a row group in it.
 FILE, GROUP = 1_000_000, 250_000
-# Rows that are held in memory, and steps on minibatches of them, at most.
+# The largest number of rows in memory, and of steps on minibatches of them.
 HELD, STEPS = 500_000, 400
-# Steps after which all is compiled: fewer have no guard.
+# After this many steps all is compiled: shorter runs have no guard.
 COMPILED = 201
 TABLE = {
     "part": "", "rows": "d", "seconds": ".1f", "rows_second": ",.0f",
@@ -150,7 +150,7 @@ def fitting(part: str, rows: Any, args: argparse.Namespace) -> dict[str, Any]:
     svi.run(key, min(steps, COMPILED) if optim else 1, given, **how)
     measured = Measured()
     result = svi.run(key, steps, given, **how)
-    # One pass more than steps: the first finds the first targets.
+    # One pass more than steps: the first computes the first targets.
     row = measured.row(steps * args.batch if optim else (steps + 1) * held)
     if not optim:
         row["loss"] = float(result.losses[-1]) / held

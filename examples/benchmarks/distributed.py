@@ -35,12 +35,12 @@ HERE = Path(__file__).resolve()
 COLLECTIVES = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
 DEVICES = (1, 2, 4, 8)
 ROUNDS = 3
-# Seconds of each thing that is done at once.
+# Seconds of each operation.
 WINDOW = 3.0
 
 
 def traffic(text: str) -> tuple[str, int]:
-    """Return the kinds of messages between devices in a compiled step, and the bytes."""
+    """Return the kinds of messages between devices in a compiled step, and bytes."""
     kinds, total = set(), 0
     for line in text.splitlines():
         if match := re.search(rf" = (.*?) ({COLLECTIVES})(-start)?\(", line):
@@ -96,7 +96,7 @@ def fit(args: argparse.Namespace, rows: int) -> dict[str, Any]:
     how = {"inducing": Z, "progress_bar": False}
     result = svi.run(jax.random.key(0), args.steps, X, y, **how)
     kinds, size = traffic(programs[0].as_text()) if args.read else ("", 0)
-    # A run, and one of more steps: what both have in common is no part of a step.
+    # A short and a longer run: their difference is the cost of the steps.
     least: dict[int, tuple[float, float]] = {}
     for steps in (args.steps, 3 * args.steps) * ROUNDS:
         begun, cpu = time.perf_counter(), time.process_time()

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Posteriors that samplers fail on, by ``NestedVI``: what k-hat says of its draws, and
-how far they are from sums over everything.
+"""Posteriors that samplers fail on, by ``NestedVI``: k-hat of its draws, and their
+distance from brute-force sums.
 
-``funnel``: eight schools, centred, the effects a tenth of what they are, so that most
-of tau is near zero; ``binary funnel``: twelve groups with two binary data each under
-Neal's law of scales; ``two modes``: a process through seven points that is short and
-precise or long and noisy; ``separable``: logistic regression on labels that a line
-separates, prior standard deviations of 100.
+``funnel``: eight schools, centred, with effects a tenth of the published ones, so that
+most of tau is near zero. ``binary funnel``: twelve groups with two binary data each
+under Neal's prior of scales. ``two modes``: a process through seven points that is
+short and precise or long and noisy. ``separable``: logistic regression on labels that a
+line separates, with prior standard deviations of 100.
 
-``khat`` and ``certified`` are of the weighted draws; ``off`` is the largest difference
-of a 5%, 50% or 95% quantile of what ``of`` names, in standard deviations; ``mcmc off``
-the same with ``correct="mcmc"`` (8000 draws of four chains), where they are not
-certified::
+``khat`` and ``certified`` describe the weighted draws. ``off`` is the largest
+difference of a 5%, 50% or 95% quantile of the quantity ``of``, in standard deviations.
+``mcmc off`` is the same with ``correct="mcmc"`` (8000 draws of four chains), where they
+are not certified::
 
     GPAUG_DATA=/path/to/data python examples/benchmarks/failures.py
 """
@@ -37,14 +37,14 @@ import numpyro_gpaug as gpaug
 from numpyro_gpaug.math.importance import weighted_quantiles
 
 LEVELS = (0.05, 0.5, 0.95)
-# Of chains that change between modes a few times in a hundred draws 1000 are worth a
-# hundred: the share of a mode is then off by a tenth.
+# If chains change between modes a few times in a hundred draws, 1000 draws are worth
+# a hundred: the share of a mode is then off by a tenth.
 LONG = 8000
 COLUMNS = {"case": "", "of": "", "latents": "d", "khat": ".2f", "certified": ""}
 COLUMNS |= {"off": ".3f", "mcmc off": ".3f", "evidence": ".3f", "error": ".3f"}
 COLUMNS |= {"exact": ".3f"}
-# A name, its values on a grid, logarithms of its density there (of a positive one that
-# of its logarithm).
+# A name, its values on a grid, and log-densities there (for a positive quantity, the
+# density of its logarithm).
 Exact = tuple[str, np.ndarray, np.ndarray]
 
 
@@ -147,7 +147,7 @@ def row(case: str) -> dict[str, Any]:
     weights = special.softmax(logs)
     truth = weighted_quantiles(values[:, None], weights, LEVELS)[:, 0]
     sd = np.sqrt(weights @ np.square(values - weights @ values))
-    # Of a heavy tail it is no scale.
+    # A heavy tail's standard deviation is not a scale.
     sd = min(sd, truth[2] - truth[0])
 
     def run(correct: str | None) -> tuple[Any, float]:

@@ -34,7 +34,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
-# One thread, as processor time is compared; before jax starts.
+# One thread, since processor times are compared; set before jax starts.
 os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
@@ -207,7 +207,7 @@ def by_package(case: str) -> Fit:
     model = MODELS[case]
     guide = gpaug.AutoSparseGP if case == "classes" else gpaug.AutoLatentGaussian
     svi = gpaug.ConjugateSVI(model, guide(model))
-    # In every fit the same.
+    # The same in every fit.
     more = {"inducing": data_of(case)["X"][:20]} if case == "classes" else {}
 
     def fit(data: Data) -> Callable[[Data], Any]:
@@ -271,7 +271,7 @@ MODELS: dict[str, Any] = {
     "herds": herds, "days": days, "classes": classes, "answers": answers,
     "ratings": ratings, "series": series,
 }  # fmt: skip
-# Without rows more, and predictions.
+# Without more rows, and without predictions.
 LARGE = "answers", "ratings", "series"
 
 

@@ -37,7 +37,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-# One thread, as processor time is compared; before jax starts.
+# One thread, since processor times are compared; set before jax starts.
 os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
@@ -117,7 +117,7 @@ def mesh_of(size: int) -> Any:
 
 # -- models ----------------------------------------------------------------------------
 
-# The values of a field where data are, from two hyperparameters.
+# A function of two hyperparameters that returns the field at the data.
 Effect = Callable[[Any, Any], Any]
 
 
@@ -476,7 +476,7 @@ def log_determinants(case: str, size: int) -> dict[str, Any]:
     x[:2] = 1, -1
     own = 2 * float(unit.log_prob(np.zeros(size))) + (size - 1) * np.log(2 * np.pi)
     taken = time.process_time() - start
-    # Its constant, by the density of one vector.
+    # The log-determinant, from the density of one vector.
     drop = 2 * float(unit.log_prob(np.zeros(size)) - unit.log_prob(100 * x)) / 1e4
     constant = drop / float(x @ (whole @ x))
     intrinsic = np.log(constant * eigenvalues[1:]).sum()

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# One thread, as processor time is compared; before jax starts.
+# One thread, since processor times are compared; set before jax starts.
 os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
@@ -71,7 +71,7 @@ def by_nested() -> Callable[..., Predict]:
 
     def fit(X: np.ndarray, y: np.ndarray) -> Predict:
         with warnings.catch_warnings():
-            # Draws of a round need no certificate.
+            # The draws of one round need no certificate.
             warnings.simplefilter("ignore")
             nested.run(KEY, X, y, inducing=GRID)
         return nested.posterior().predict_f

@@ -104,7 +104,7 @@ def work(args: argparse.Namespace) -> None:
     subset = np.random.default_rng(0).integers(0, len(X), 10_000)
     Z = gpaug.inducing.kmeans(X[subset], args.inducing)
     chosen = time.perf_counter()
-    # On the device once, or every chunk of steps would copy them there.
+    # Put on the device once: every chunk of steps would copy them again.
     X, y = jax.device_put(X), jax.device_put(y)
     optim = "lbfgs" if args.full else optax.adam(args.rate)
     every = None if args.full else args.hyper_every
@@ -120,7 +120,7 @@ def work(args: argparse.Namespace) -> None:
     result = svi.run(key, args.steps, X, y, init_state=state, **given, **quiet)
     jax.block_until_ready(result.params)
     fitted, worked = time.perf_counter(), time.process_time() - worked
-    # Of Linux and of macOS: kilobytes and bytes.
+    # Kilobytes on Linux, bytes on macOS.
     unit = 2**20 if sys.platform == "darwin" else 2**10
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
     probs = svi.posterior(result).predict_y(X_test).probs

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Latent Gaussian models of the literature: one joint Gaussian by ``ConjugateSVI``
-beside NUTS, a Laplace approximation and a multivariate normal by gradients.
+"""Latent Gaussian models of the literature: one joint Gaussian by ``ConjugateSVI`` beside
+NUTS, a Laplace approximation and a multivariate normal by gradients.
 
-Hyperparameters are held where NUTS finds them on average (``--hyper`` draws on the
-whole model); then all methods infer the same latents. ``mean`` is the largest
-difference of posterior means from NUTS in its standard deviations, ``sd`` the largest
-relative difference of standard deviations; both of NUTS are noisy (``--draws`` in each
-of four chains): its own row has the largest Monte Carlo error of a mean, which the
-largest of hundreds of differences exceeds three times. NUTS samples Gaussians without
-their scales, the other methods have the model as it is written. The last two start at
-prior medians and take at most 2000 and 5000 steps of adam, from .1 on a cosine to zero,
-begun within ``--seconds``: fewer ``steps`` are what these allowed. ``cold`` counts
-everything after imports, in a compiled-from-nothing session, ``warm`` is the shorter of
-two more runs. Seconds are of one process::
+Hyperparameters are fixed at their mean by NUTS (``--hyper`` draws on the whole model);
+then all methods infer the same latents. ``mean`` is the largest difference of posterior
+means from NUTS in its standard deviations, ``sd`` the largest relative difference of
+standard deviations. Both have NUTS's noise (``--draws`` in each of four chains): its
+own row has the largest Monte Carlo error of a mean, and the largest of hundreds of
+differences may be three times that. NUTS samples whitened Gaussians; the other methods
+have the model as it is written. The last two start at prior medians and take at most
+2000 and 5000 steps of adam, from .1 on a cosine to zero, begun within ``--seconds``:
+fewer ``steps`` mean that the time was over. ``cold`` counts everything after imports,
+in a session without compiled programs, ``warm`` is the shorter of two more runs.
+Seconds are of one process::
 
     GPAUG_DATA=/path/to/data python examples/benchmarks/latent.py --json latent.json
 
@@ -126,7 +126,7 @@ def cyclic_walk(steps: int) -> np.ndarray:
     condition of 2e8, which a factorisation in float32 does not stand."""
     once = np.eye(steps)
     second = 2 * once - np.roll(once, 1, 0) - np.roll(once, -1, 0)
-    # Differences know no level, of which the walk gets next to nothing.
+    # Differences do not determine the level: the walk gets almost none of it.
     return np.linalg.cholesky(np.linalg.pinv(second @ second) + 1 / steps)
 
 

@@ -1,35 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Learning hyperparameters from their default start: how near to the best optimum that
-is known, in how many evaluations, in how many seconds.
+r"""Learning hyperparameters from their default start: the distance from the best known
+optimum, the number of evaluations, and the seconds.
 
 One squared-exponential kernel with a lengthscale for each column (one for all above 30
-columns), a variance and a constant mean; regression with Normal noise, two classes
-through the logit, several through softmax; at most 100 k-means inducing inputs. The
-best known is the best of ``--restarts`` starts, drawn around the default one, by each
+columns), a variance and a constant mean; regression with Normal noise, two classes with
+logits, several with softmax; at most 100 k-means inducing inputs. The best known
+optimum is the best of ``--restarts`` starts, drawn around the default one, by each
 method::
 
     python examples/benchmarks/learning.py --json learning.json \
         --peers gpflow=/path/to/python
 
-With ``--priors`` lengthscales, variance and noise have weak priors, log-normal around
-the default start, a factor e either way. Without, the evidence has many optima: other
-columns are irrelevant, their lengthscales infinite. Which of them a start finds is
-chance. ``lost`` counts, at the ends of all starts, columns without which the bound is
-the same, ``called back`` those in whose ``1 / l**2`` it rises: that gradient does not
-vanish at an infinite lengthscale, as the one in ``log l`` does. Where it is negative
-there is no way back but down. ``swapped`` are columns that one of two ends, the default
-start's and the best, has lost and the other keeps. ``--shorter 2`` starts at half the
-lengthscales.
+With ``--priors`` lengthscales, variance and noise have weak priors: log-normal around
+the default start, a factor e either way. Without priors the evidence has many optima,
+in which other columns are irrelevant (infinite lengthscales). Which of them a start
+finds is chance. At the ends of all starts, ``lost`` counts the columns without which
+the bound is the same. ``called back`` counts those among them for which the bound rises
+in ``1 / l**2``: that gradient does not vanish at an infinite lengthscale, as the
+gradient in ``log l`` does; where it is negative, no local step brings the column back.
+``swapped`` counts the columns that are lost at one of two ends (the default start's,
+the best) and kept at the other. ``--shorter 2`` starts at half the lengthscales.
 
-With ``--moves`` a way over the hills is tried: from the default start's end each kept
-column in turn is taken out, each lost one put back, and all is learnt again. ``moved
-gap`` is the best of that, ``moved steps`` its evaluations, ``restart steps`` those of
-all restarts.
+``--moves`` tries to leave a local optimum: from the default start's end each kept
+column in turn is removed, each lost one put back, and everything is learnt again.
+``moved gap`` is the best result, ``moved steps`` its evaluations, ``restart steps``
+those of all restarts.
 
-``left`` is what a run ten times as long, which does not stop, finds beyond. Two causes
-of a gap are told apart: ``near`` is the share of the starts that end within .1 nat of
-the best (few, where there are many optima), ``unresolved`` by how much rounding makes
-the bound at the end uncertain, as the fit says. Seconds are of a second run, without
+``left`` is the gain of a run ten times as long that does not stop. Two columns tell the
+causes of a gap apart: ``near`` is the share of starts that end within .1 nat of the
+best (a small share where there are many optima), ``unresolved`` the uncertainty of the
+final bound by rounding, as the fit reports it. Seconds are of a second run, without
 compilation. Sets other than scikit-learn's are read from the folder ``GPAUG_DATA``.
 """
 
@@ -73,7 +73,7 @@ OPTIMISERS = {
 }
 STEPS, ADAM_STEPS, EVALUATIONS = 300, 500, 60
 SHARED_ABOVE = 30
-# A lengthscale times this is infinite; bounds as near as this, in nats, are the same.
+# A lengthscale this many times longer is infinite; bounds closer than this are equal.
 FAR, SAME = 1e4, 0.01
 
 

@@ -32,7 +32,7 @@ from numpyro_gpaug.infer.nested import apart
 
 COLUMNS = {"groups": "d", "weighed": "", "khat": ".2f", "tau": ".2f", "nats": ".3f"}
 COLUMNS |= {"error": ".3f", "n_eff": ".0f", "seconds": ".1f"}
-# Of a level and of a standard deviation.
+# Prior scales of the level and of the standard deviation.
 LEVEL, SPREAD = 3.0, 3.0
 
 

@@ -280,7 +280,7 @@ def main() -> None:
         given = ["--sizes", name, "--draws", str(args.draws)]
         rows = [spawn(__file__, ["--worker", s, *given]) for s in args.samplers]
         for row in rows:
-            # All sample one posterior: the worst difference of a mean, in its scale.
+            # All samplers have one posterior: the largest difference of means, in sds.
             shift = np.subtract(row["mean"], rows[0]["mean"]) / rows[0]["sd"]
             row["shift"] = float(np.abs(shift).max())
         output["rows"] += [

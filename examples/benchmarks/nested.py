@@ -3,31 +3,31 @@
 collapsed model.
 
 ``worth`` is the smallest number of effective draws over all latents and
-hyperparameters; ``to 1000`` the seconds from nothing, compilation included and imports
-not, until it is 1000: ``cold`` is a first run, ``warm`` of ours a second one, of NUTS's
-its draws alone: compilation and warm-up (as many steps as draws) are paid once. Where
-our first run takes more than 100 seconds it stands for the second, too.
-``times`` is how often ours fits into NUTS's. Of ``--points`` 1200 one run is worth
-1000, as a rule; of 512, the default of ``NestedVI``, more than two would be. What
-imports leave to be collected is collected before either.
+hyperparameters. ``to 1000`` is the time until it is 1000, with compilation and without
+imports. ``cold`` is a first run. ``warm`` is a second run of ours, and NUTS's draws
+alone: its compilation and warm-up (as many steps as draws) are paid once. If our first
+run takes more than 100 seconds, it also counts as the second. ``times`` is NUTS's time
+over ours. One run of ``--points`` 1200 is usually worth 1000 draws; of 512 points, the
+default of ``NestedVI``, it takes two runs or more. Garbage of the imports is collected
+before either.
 
-NUTS is ``stopped`` at the first look at the clock after ``--limit`` seconds (600).
-While it draws, ``to 1000`` follows from what the draws so far are worth. In its warm-up
-nothing is known of that: ``to 1000`` is what was spent, and ``times`` a lower bound;
-``pace`` is no bound but what 1000 steps, of all chains together, would take at the pace
-so far: that of the first ones, before the step size is learnt, may be another.
+NUTS is ``stopped`` at the first reading of the clock after ``--limit`` seconds (600).
+While it draws, ``to 1000`` is extrapolated from the draws so far. In its warm-up that
+is not known: ``to 1000`` is then the time spent, and ``times`` a lower bound. ``pace``
+is not a bound: it is the time that 1000 steps of all chains would take at the pace so
+far, which may change once the step size is adapted.
 
 ``mean``, ``5%``, ``50%`` and ``95%`` are the largest differences over all latents and
-hyperparameters, in standard deviations, ``sd`` that of standard deviations, relative,
-from the reference draws of posteriordb where there are any (``gp_pois_regr``,
-``eight_schools``), otherwise from NUTS's, whose Monte Carlo error follows in
-brackets, of the same entry and in the same unit. Of a heavy tail a standard deviation
-is noise, and quantiles tell. ``apart`` is the largest difference of quantiles over the
-Monte Carlo error of both runs together: of hundreds of entries some are three
-apart. NUTS runs on the whitened model, four chains at once. Of the collapsed model only
-hyperparameters are drawn, and they are those of the bound; ``--draws 0`` leaves NUTS
-out. PyMC's NUTS is run on ``cbpp`` if ``--pymc`` says which interpreter has it.
-``exact`` is the evidence by quadrature (``quadrature.py``)::
+hyperparameters, in standard deviations; ``sd`` is the largest relative difference of
+standard deviations. The reference is posteriordb's draws where there are any
+(``gp_pois_regr``, ``eight_schools``), otherwise NUTS's, whose Monte Carlo error of the
+same entry follows in brackets. The standard deviation of a heavy tail is mostly noise;
+its quantiles are not. ``apart`` is the largest difference of quantiles over the Monte
+Carlo error of both runs together: among hundreds of entries some differ by three. NUTS
+runs on the whitened model, four chains at once. On the collapsed model it draws only
+the hyperparameters, with the density of the bound. ``--draws 0`` omits NUTS. PyMC's
+NUTS runs on ``cbpp`` if ``--pymc`` names an interpreter that has it. ``exact`` is the
+evidence by quadrature (``quadrature.py``)::
 
     GPAUG_DATA=/path/to/data python examples/benchmarks/nested.py --json nested.json
 
@@ -83,9 +83,9 @@ COLUMNS |= {k: ".2f" for level in LEVELS for k in (level, f"({level})")}
 COLUMNS["apart"] = ".1f"
 COLUMNS |= {"evidence": ".3f", "error": ".3f", "exact": ".3f", "stopped": ""}
 CHAINS = 4
-# Steps of NUTS between looks at the clock, and of latents whose steps are long.
+# Steps of NUTS between readings of the clock, and the same for slow models.
 LEG, MANY = 20, 500
-# Seconds of a run that is not repeated: compilation is little of them.
+# A run of more seconds is not repeated: compilation is a small part of it.
 LONG = 100.0
 CLOCKS = {"cpu": time.process_time, "wall": time.perf_counter}
 
@@ -203,7 +203,7 @@ def reference(name: str) -> Table | None:
         return f"{site}[{int(place[:-1]) - 1}]" if place else site
 
     rows = zip(names, means, deviations, quantiles.T, strict=True)
-    # As of 10 000 independent draws of a normal.
+    # The error of 10 000 independent draws of a normal.
     errors = np.array([0.021, 0.0125, 0.021])
     return {from_zero(k): Statistics(m, s, q, s * errors) for k, m, s, q in rows}
 
@@ -237,7 +237,7 @@ def by_nuts(
     steps, warmed, kept = 0, math.inf, []
     while steps < 2 * draws and (not steps or clock() - start < limit):
         state, z = jax.block_until_ready(leg(state))
-        if steps + each >= draws:  # the last leg of the warm-up compiles it
+        if steps + each >= draws:  # compiled in the last leg of the warm-up
             found = jax.tree.map(np.asarray, sites(z))
         if steps >= draws:
             kept.append(found)
@@ -292,7 +292,7 @@ def row_of_nuts(
 
 def rows_of(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     (model, data), clock = problem(name), CLOCKS[args.clock]
-    # What every process of JAX pays once, whatever runs in it.
+    # Every process of JAX pays this once.
     key, other = jax.block_until_ready(tuple(jax.random.split(jax.random.key(0))))
     gc.collect()
     start = clock()

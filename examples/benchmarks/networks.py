@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Learning of hundreds of numbers that are no scales, networks and learnt features: the
-default optimiser beside ``optax.adam(0.01)`` in as many evaluations of the bound.
+"""Learning hundreds of params that are not scales (networks, features): the default
+optimiser beside ``optax.adam(0.01)``, with equal numbers of evaluations of the bound.
 
-Six models, their data drawn from ``--seed``: regression and classification on features
+Six models, with data drawn from ``--seed``: regression and classification on features
 of a network (deep kernels), counts with a network and random effects, random features
 whose frequencies are learnt, inducing inputs that are learnt with a lengthscale for
-each column, and outputs that share processes by loadings that are learnt. With
-``--starts`` networks and features start from so many draws::
+each column, and outputs that share processes by learnt loadings. With ``--starts``
+networks and features start from several draws::
 
     python examples/benchmarks/networks.py --steps 500 --starts 3
 
-``bound`` is that at the end, ``nll`` the mean negative log density of rows held out,
-``rmse`` that of the predicted means, ``evaluations`` those of the bound, ``cpu`` the
-processor seconds of a second run, without compilation.
+``bound`` is the bound at the end, ``nll`` the mean negative log density of held-out
+rows, ``rmse`` the error of the predicted means, ``evaluations`` the number of
+evaluations of the bound, ``cpu`` the processor seconds of a second run, without
+compilation.
 """
 
 from __future__ import annotations

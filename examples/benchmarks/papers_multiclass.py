@@ -75,12 +75,12 @@ def folds(folder: Path, name: str, size: int) -> Iterator[tuple[np.ndarray, ...]
         X, y = file["X"].astype(float), file["y"].ravel().astype(int)
     cut = StratifiedKFold(FOLDS, shuffle=True, random_state=0)
     with warnings.catch_warnings():
-        # Glass has a class of nine: one fold does without.
+        # Glass has a class of nine rows, so one fold lacks it.
         warnings.filterwarnings("ignore", "The least populated class")
         pairs = list(cut.split(X, y))
     for train, test in pairs:
         scale = X[train].std(0)
-        # A column that is constant in the training part says nothing.
+        # Columns that are constant in the training part are dropped.
         told = scale > 0
         parts = (X[:, told] - X[train][:, told].mean(0)) / scale[told]
         parts = parts.astype(jnp.result_type(float))
@@ -101,7 +101,7 @@ def run_method(
     for X, y, X_test, y_test, Z in splits:
         given = {"Z": Z, "num_classes": num_classes, "kind": kind}
         if initial is None:
-            # It does not depend on the rows, and making it compiles.
+            # It does not depend on the rows, and computing it compiles.
             initial = svi.init(jax.random.key(0), X, y, **given)
         result = svi.run(
             jax.random.key(0), steps, X, y, init_state=initial, progress_bar=False,

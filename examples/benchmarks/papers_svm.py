@@ -36,7 +36,7 @@ PUBLISHED = {
 }
 KINDS = "random", "contiguous"
 RIVALS = "published S-BSVM", "published SVM + Platt", "published GPC"
-# Of the full process, whose cost is cubic in it.
+# The largest number of rows for the full process, whose cost is cubic.
 LARGEST = 2000
 BATCH, EPOCHS = 10, 10
 COLUMNS = {

@@ -43,7 +43,7 @@ def gpflow(problem: Problem, clock: Clock) -> tuple[Fit, dict[str, Any]]:
     gpf.config.set_default_float(problem.X.dtype.type)
     model = gpf.models.SVGP(
         gpf.kernels.SquaredExponential(problem.variance, problem.lengthscale),
-        # The default link is probit, whose bound is that of another model.
+        # The default link is probit, which is another model.
         gpf.likelihoods.Bernoulli(invlink=tf.sigmoid),
         problem.Z,
     )

@@ -3,15 +3,15 @@
 
 ``fixed`` is the largest difference of fixed effects from NUTS (everything integrated,
 the model of ``latent.py``) in its standard deviations; ``sd`` are standard deviations
-of random effects (and the noise's), of NUTS their means. The packages answer different
-questions: here hyperparameters are at the mode of the bound times their priors,
-``MixedLM`` has restricted maximum likelihood, GPBoost maximum (approximate, by Laplace)
-likelihood, and ``BayesMixedGLM`` a mean-field approximation under the priors it can
-have. Binomial data they get as Bernoulli rows, one for each trial. ``held`` rows have
-standard deviations held at NUTS's means, and infer the effects alone, with their
-variances. ``cold`` counts everything after imports, ``warm`` is the shortest of as many
-more runs as twelve seconds hold, seven at least and 300 at most.
-Packages that are not installed are left out::
+of random effects (and of the noise), for NUTS their means. The packages answer
+different questions: here hyperparameters are at the mode of the bound times their
+priors, ``MixedLM`` maximises the restricted likelihood, GPBoost Laplace's approximation
+of the likelihood, and ``BayesMixedGLM`` is a mean-field approximation under the priors
+that it offers. It gets binomial data as Bernoulli rows, one for each trial. ``held``
+rows have standard deviations fixed at NUTS's means, and infer the effects alone, with
+their variances. ``cold`` counts everything after imports. ``warm`` is the shortest of
+further runs: those of twelve seconds, seven at least and 300 at most. Packages that are
+not installed are left out::
 
     pip install statsmodels gpboost
     GPAUG_DATA=/path/to/data python examples/benchmarks/peers_latent.py
@@ -124,7 +124,7 @@ def mixed_lm(name: str, data: dict[str, Any], held: Held) -> Callable[[], Answer
             "y ~ days", table, groups="subject", re_formula="0", vc_formula=parts
         )
         fit = model.fit()
-        # In the order of their names.
+        # Sorted by name.
         return np.asarray(fit.fe_params), [*np.sqrt(fit.vcomp), np.sqrt(fit.scale)]
 
     return run
@@ -162,14 +162,14 @@ def gpboost(name: str, data: dict[str, Any], held: Held) -> Callable[[], Answer]
         given["ind_effect_group_rand_coef"] = [1]
     X, y = design(name, data), data["y"].astype(float)
     if name == "cbpp":
-        X[:, 0] = 1  # It wants an intercept, from which the other periods differ.
+        X[:, 0] = 1  # It needs an intercept; the other periods are differences from it.
     options: dict[str, Any] = {}
     if held is not None:
         # The variance of the noise comes first.
         variances = np.roll(np.atleast_1d(held) ** 2, int(name == "sleepstudy"))
         fixed = {"init_cov_pars": variances}
         options = {"params": fixed | {"estimate_cov_par_index": [0] * len(variances)}}
-        # Its iterative methods do not give variances of effects.
+        # Its iterative methods compute no variances of effects.
         given["matrix_inversion_method"] = "cholesky"
 
     def run() -> Answer:
@@ -196,7 +196,7 @@ METHODS: dict[str, tuple[str, Any, tuple[str, ...]]] = {
     "AutoLatentGaussian, held": ("numpyro", ours, ALL),
     "GPBoost, held": ("gpboost", gpboost, ALL),
 }
-# Runs, at least and at most, and the seconds that they may take together.
+# The smallest and largest number of runs, and the seconds for all of them.
 FEWEST, MOST, SECONDS = 7, 300, 12.0
 
 

@@ -1,27 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel and the learning of ``classify.py`` on data that nobody tuned them for,
-two classes or several, beside logistic regression and what they replace.
+"""The kernel and the learning of ``classify.py`` on data that they were not tuned for,
+beside logistic regression and the earlier recipe.
 
-Stratified random splits, a fifth of the rows for testing; columns standardised on the
-training part, pixels all alike; k-means inducing inputs. The penalty of logistic
-regression is chosen by cross-validated NLL. Before, there was one lengthscale for all
-columns, no linear term, adam for 200 steps, and 100 inducing inputs. Scores are means
-over splits, ``worse`` is the NLL less that of logistic regression, ``se`` the standard
-error of that::
+Two classes or several; stratified random splits, a fifth of the rows for testing;
+columns standardised on the training part, pixels all by one scale; k-means inducing
+inputs. The penalty of logistic regression is chosen by cross-validated NLL. The earlier
+recipe had one lengthscale for all columns, no linear term, adam for 200 steps, and 100
+inducing inputs. Scores are means over splits, ``worse`` is the NLL less that of
+logistic regression, and ``se`` its standard error::
 
     GPAUG_DATA=/path/to/data python examples/benchmarks/recipe.py --json recipe.json
 
-Further methods: ``plain`` has no temperature; ``joint`` neither, but one posterior of
-all classes (``AutoLatentGaussian``), at ten times the cost; ``plug-in`` are the
-probabilities at the mean of the functions; ``table`` is the package's
-:class:`~numpyro_gpaug.tables.TableClassifier`, ``svc`` and ``boosting`` are
-scikit-learn's support vector machine with Platt scaling and gradient boosting; ``nuts``
-has the exact posterior of
-functions and hyperparameters (800 draws, minutes for each split). They say what a loss
-beside logistic regression is made of. Beside data there are laws (``--sets far3 null3``
-and others), 180 rows and 4000 for testing, anew for each split. Sets other than
-scikit-learn's are read from the folder ``GPAUG_DATA``, any ``NAME.npz`` with ``X`` and
-``y``.
+Further methods explain a loss beside logistic regression. ``plain`` has no temperature.
+``joint`` has none either, but one posterior of all classes (``AutoLatentGaussian``), at
+ten times the cost. ``plug-in`` has the probabilities at the mean of the functions.
+``table`` is the package's :class:`~numpyro_gpaug.tables.TableClassifier`. ``svc`` and
+``boosting`` are scikit-learn's support vector machine with Platt scaling and gradient
+boosting. ``nuts`` has the exact posterior of functions and hyperparameters (800 draws,
+minutes for each split). Beside data there are simulated rules (``--sets far3 null3``
+and others), with 180 rows and 4000 for testing, drawn anew for each split. Sets other
+than scikit-learn's are read from the folder ``GPAUG_DATA``: any ``NAME.npz`` with ``X``
+and ``y``.
 """
 
 from __future__ import annotations
@@ -262,7 +261,7 @@ def logistic(X: np.ndarray, y: np.ndarray, X_test: np.ndarray) -> np.ndarray:
         Cs=np.logspace(-4, 3, 8), cv=5, scoring="neg_log_loss", max_iter=2000
     )
     with warnings.catch_warnings():
-        # Of convergence, at penalties that are not chosen, and of future defaults.
+        # Warnings of convergence at penalties that are not chosen, and of new defaults.
         warnings.simplefilter("ignore")
         return estimator.fit(X, y).predict_proba(X_test)
 
@@ -270,7 +269,7 @@ def logistic(X: np.ndarray, y: np.ndarray, X_test: np.ndarray) -> np.ndarray:
 def compared(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each method; the seconds, of the last split, hold no compilation."""
     methods = {"logistic": logistic}
-    # Not shared between sets: a guide keeps the shapes of what it learnt first.
+    # One per set: a guide keeps the shapes of its first arguments.
     for m in args.methods:
         own = ALONE.get(m) or by_process(m, args.steps, args.inducing)
         methods[m] = own

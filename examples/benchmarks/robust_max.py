@@ -42,7 +42,7 @@ def reference(m: np.ndarray, v: np.ndarray) -> np.ndarray:
     end, high = (m - 8 * s).max(), (m + 8.5 * s).max()
     ends = [end]
     while end < high:
-        # Whatever is this far below has a distribution function of one.
+        # A latent this far below never wins: its distribution function is one.
         end = end + s[m + 8.5 * s > end].min() / 3
         ends.append(min(end, high))
     ends = np.array(ends)

@@ -37,7 +37,7 @@ SETS = ("friedman", "hl_yacht", "hl_energy", "seitz_boston")
 STAGES = ("whitening", "K_ZX", "product")
 SINGLE, DOUBLE = np.float32, np.float64
 STEPS = 150
-# Lengthscales beyond are infinite to float32, whose squares overflow.
+# The squares of longer lengthscales overflow in float32.
 LONGEST = 1e15
 
 

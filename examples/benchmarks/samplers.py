@@ -86,7 +86,7 @@ def polya_gamma_rival(
     return random_polyagamma(b, c, random_state=rng)
 
 
-# Further distributions are further entries.
+# Add other distributions here.
 SUITES = {
     "polya_gamma": Suite(
         "polyagamma", polya_gamma_cells, polya_gamma, polya_gamma_rival, ("b=1",)
