@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Latent Gaussian models of the literature: one joint Gaussian by ``ConjugateSVI`` beside
-NUTS, a Laplace approximation and a multivariate normal by gradients.
+"""Latent Gaussian models of the literature: one joint Gaussian by ``ConjugateSVI``
+beside NUTS, a Laplace approximation and a multivariate normal by gradients.
 
 Hyperparameters are fixed at their mean by NUTS (``--hyper`` draws on the whole model);
 then all methods infer the same latents. ``mean`` is the largest difference of posterior
