@@ -63,7 +63,7 @@ def nested() -> gpaug.Posterior:
     return fit.posterior(3)
 
 
-# By name, how a posterior is made, and the model that loads it.
+# By name: a function that makes a posterior, and the model that loads it.
 KINDS = {
     "sparse": (
         lambda: at_start(gpaug.AutoSparseGP(sparse), X, Y, inducing=X[:4]), sparse

@@ -13,31 +13,31 @@ from typing import Any
 
 import pytest
 
-# For SciPy and, below, for NumPy, which a plugin of pytest may have started before: the
-# threads of small problems mostly wait for one another, ten times as long as one thread
-# takes, and longer where tests run side by side.
+# For SciPy, and below for NumPy, which a pytest plugin may have loaded before. In small
+# problems threads mostly wait for one another: one thread is ten times as fast, more so
+# where tests run side by side.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-# Before jax starts. Compiling hundreds of small programs is nearly all of the time the
-# tests take: compile them without LLVM's optimisations (the graph is still optimised).
-# One thread: jaxlib runs the matrices of a batch as tasks of its thread pool, and where
-# two batches meet on a pool of two threads, both wait for tasks nobody is left to run.
+# Set before jax starts. Compiling hundreds of small programs is nearly all of the
+# tests' time, so they are compiled without LLVM's optimisations (the graph is still
+# optimised). One thread: jaxlib runs the matrices of a batch as tasks of its thread
+# pool, and two batches on a pool of two threads wait for each other for ever.
 flags = ["--xla_backend_optimization_level=0", "--xla_cpu_multi_thread_eigen=false"]
 if version("jaxlib").startswith("0.10."):
-    # Nearly halves compilation; XLA stops on flags it does not know, and later ones do
-    # not have the first. The second: parts of a program are for threads, which the
-    # other process of the tests has.
+    # The first flag nearly halves compilation; later versions do not have it, and XLA
+    # stops on unknown flags. The second keeps the compiler on one thread: the other
+    # process of the tests has the other one.
     flags.append("--xla_cpu_use_fusion_emitters=false")
     flags.append("--xla_cpu_parallel_codegen_split_count=1")
-# Devices for the tests of several; all others use the first.
+# Tests of several devices need four; all others use the first.
 flags.append("--xla_force_host_platform_device_count=4")
 os.environ.setdefault("XLA_FLAGS", " ".join(flags))
 
-# Programs say where they come from; nobody reads it here, and writing it takes time.
+# Source locations in programs take time to write, and no test reads them.
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 
-# A program that another test has compiled, in this process or beside it, is read, not
-# compiled again. The processes of "pytest -n" find the folder in their environment.
+# A program that another test has compiled, in this process or another, is read from
+# this folder. The processes of "pytest -n" find it in their environment.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     _PROGRAMS = tempfile.TemporaryDirectory(prefix="programs-")
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _PROGRAMS.name
@@ -48,8 +48,8 @@ import numpy as np  # noqa: E402
 from threadpoolctl import threadpool_limits  # noqa: E402
 
 threadpool_limits(1, user_api="blas")
-# Tracing makes many objects and few cycles: looking for them every 700 took a twentieth
-# of the tests' time.
+# Tracing makes many objects and few cycles: a collection after every 700 objects took a
+# twentieth of the tests' time.
 gc.set_threshold(20_000, 20, 20)
 
 try:
@@ -63,12 +63,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """A file's tests in one process (``pytest -n 2``): they share fits."""
     from xdist.scheduler import LoadFileScheduling
 
-    # In the order below: xdist's own puts files of few tests last, however long.
+    # Keep the order below: xdist's own puts files of few tests last, however long they
+    # take.
     config.option.loadscopereorder = False
     return LoadFileScheduling(config, log)
 
 
-# What takes longest goes first, so that the processes end together.
+# The longest files go first, so that the processes end together.
 LONGEST = (
     "nested", "latent_gaussian", "learning", "gibbs", "conjugate", "nested_predictions",
     "latent_messages", "diagnostics", "group_models", "streams", "function_space",

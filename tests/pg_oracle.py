@@ -147,7 +147,7 @@ class Law:
         """Logarithms of the values whose scores are close to ``-reach``, ``reach``."""
         h, z = self.b, abs(self.c) / 2
         mean, sd, far = 4 * self.mean, 4 * self.sd, 1.5 * reach
-        # Where an inverse Gaussian, or a normal, and an exponential would be there.
+        # The points reached by an inverse Gaussian or a normal, and by an exponential.
         low = np.square(2 * h / (far + np.sqrt(far**2 + 4 * z * h)))
         if mean > far * sd:
             low = min(low, mean - far * sd)

@@ -35,8 +35,8 @@ import numpyro_gpaug as gpaug
 from numpyro_gpaug.predict.posterior import MOST_ERROR
 from tests.conftest import enable_x64
 
-# A bound that is off by so many nats is wrong: of normal data, and of all others, for
-# which both sides are quadrature.
+# The largest error of a bound, in nats: for normal data, and for all others, where both
+# sides are quadrature.
 EXACT, CLOSE = 1e-6, 0.02
 NODES = {1: 60, 2: 40, 3: 22, 4: 14}
 Move = Callable[[Array], Array]
@@ -49,7 +49,7 @@ def _doubled(x: Array) -> Array:
 
 @_doubled.defjvp
 def _(primals: Any, tangents: Any) -> Any:
-    # The derivative of something else, as of straight-through estimators.
+    # The derivative of another function, as in straight-through estimators.
     return _doubled(primals[0]), tangents[0]
 
 
@@ -229,7 +229,7 @@ def _predictor(
     parts, said = [], []
     for name, (shape, *_) in sites.items():
         moves = affine_moves(rng, num)
-        # Some take long to trace; each as often as any other.
+        # Every move is equally likely, though some take long to trace.
         chosen = [str(k) for k in rng.choice(list(moves), rng.integers(1, 4))]
         size = int(np.prod(shape))
         codes, slope = rng.integers(0, size, num), rng.normal(size=num)
@@ -364,7 +364,7 @@ def verdict(example: Example, *, fitted: bool = True) -> Verdict:
             return Verdict("refused", f"{guide.structure.others} are points")
     except gpaug.NotConjugateError as error:
         return Verdict("refused", str(error))
-    except Exception as error:  # every other one is a fault, and is listed
+    except Exception as error:  # every other error is a fault, and is listed
         return Verdict("error", f"{type(error).__name__}: {str(error)[:300]}")
     bound, higher = _brute(example, y, *_gaussian(params))
     reported = -float(loss)

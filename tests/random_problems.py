@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 if __name__ == "__main__":
-    # Thousands of fits: here optimised programs pay, unlike in other tests.
+    # Optimised programs pay here, with thousands of fits, unlike in other tests.
     os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")
 
 import jax
@@ -51,12 +51,12 @@ from tests.conftest import enable_x64
 # Rows, columns, inducing inputs.
 Shape = tuple[int, int, int]
 SHAPES: tuple[Shape, ...] = ((24, 2, 12), (3, 1, 3), (50, 4, 20))
-# Of the first so many problems, those of one likelihood have one shape.
+# Among the first problems, all of one likelihood have one shape.
 FIRST = 1200
 CLASSES = 3
 OFF = 0.01
 STEPS, TOL = 200, 1e-5
-# Jitter in float64, and half a unit in the last place of a float32 one.
+# The jitter in float64, and half a unit in the last place in float32.
 JITTER, ROUNDING = 1e-10, 2.0**-24
 LINK = gpaug.PiecewiseLink.from_function(jax.nn.sigmoid, 20, -5.0, 5.0)
 
@@ -363,7 +363,7 @@ def tally(
     """
     try:
         with warnings.catch_warnings():
-            # Some lengthscales are drawn far too short, and that is said.
+            # Some lengthscales are drawn far too short, and a warning says so.
             warnings.filterwarnings("ignore", r".* of its function values the inducing")
             single, double = fit(name, shape, problem, "float32"), reference()
     except Exception as error:

@@ -79,7 +79,7 @@ def stock(args, kwargs, loss, covariance, steps, rate=0.05, model=classifier):
     guide = gpaug.AutoSparseGP(model, covariance=covariance).setup(*args, **kwargs)
     schedule = optax.cosine_decay_schedule(rate, steps)
     svi = SVI(model, guide, optax.adam(schedule), loss)
-    # One program, where the start made step by step would be a hundred.
+    # One program: made step by step, the start would compile a hundred.
     state = jax.jit(lambda: svi.init(random.key(KEY), *args, **kwargs))()
     result = svi.run(
         random.key(KEY), steps, *args, progress_bar=False, init_state=state, **kwargs

@@ -57,7 +57,7 @@ def halved(f):
 
 @halved.defjvp
 def _halved_jvp(primals, tangents):
-    # As of a straight-through estimator.
+    # As in a straight-through estimator.
     return halved(*primals), tangents[0]
 
 

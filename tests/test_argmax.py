@@ -51,7 +51,7 @@ def problems(num_classes, num):
         s = np.sqrt(v)
         m = 2 * s * rng.normal(size=num_classes)
         m += 2 * rng.normal() * s[rng.integers(num_classes)]
-        if i % 4 == 0:  # all of them along the lower flank of the widest
+        if i % 4 == 0:  # all means on the lower flank of the widest
             wide = v.argmax()
             m = s * rng.normal(size=num_classes) - rng.uniform(0, 6) * s[wide]
             m[wide] = 0
@@ -85,7 +85,8 @@ def check_accuracy(cases, dtype, more=()):
     np.testing.assert_allclose(shares_, shares, rtol=0, atol=tolerance)
     chosen = shares[np.arange(len(y)), y]
     np.testing.assert_allclose(own, chosen, rtol=0, atol=tolerance)
-    # Per standard deviation of the mean, and per relative change of the variance.
+    # In units of the mean's standard deviation, and of relative changes of the
+    # variance.
     for ours, slope, unit in zip(
         slopes, (by_mean, by_variance), (np.sqrt(v), v), strict=True
     ):

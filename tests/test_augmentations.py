@@ -85,7 +85,7 @@ def marked(names, quick):
     return [n if n in quick else slow(n) for n in names]
 
 
-# Compiling the Polya-Gamma density of any shape and the gamma sampler takes the time.
+# Others compile the Polya-Gamma density of any shape and the gamma sampler.
 QUICK_CONFORMANCE = ("normal", "svm", "laplace", "heteroscedastic")
 
 

@@ -21,7 +21,7 @@ SINGLE = NAMES[:-1]
 MEANS = [-9.0, -0.5, 0.0, 0.5, 3.0, 30.0]
 VARIANCES = [1e-8, 1e-4, 0.3, 10.0, 1e3, 1e6]
 GRID = np.array([(m, v) for m in MEANS for v in VARIANCES])
-# Where some density above has a kink or turns.
+# The points at which some density above has a kink or turns.
 TURNS = [-1.2, -1.0, 0.0, 0.1, 0.3, 1.0, 2.5]
 
 

@@ -20,7 +20,7 @@ from tests.conftest import slow
 
 STEPS, ITEMS, NOISE = 24, 3, 0.4
 rng = np.random.default_rng(0)
-# Several rows at a step, steps without rows, the first and last among them.
+# Some steps have several rows; some have none, the first and last among them.
 SEEN = np.setdiff1d(np.arange(STEPS), [0, 5, 6, STEPS - 1])
 TIME = np.sort(rng.choice(SEEN, 60))
 ITEM = rng.integers(0, ITEMS, len(TIME))
@@ -290,7 +290,8 @@ def test_a_chain_of_counts_is_a_dense_gaussian(x64, monkeypatch, states):
     assert "chain" in form
     assert "chain" not in said
     np.testing.assert_allclose(other.losses[-1], one.losses[-1], rtol=1e-7)
-    # Searches end where the bound rises by less than a thousandth, which may be flat.
+    # A search ends once the bound rises by less than a thousandth: it may be flat
+    # there.
     for name in [k for k in one.params if "latents" not in k]:
         close = {"rtol": 1e-3, "atol": 1e-4}
         np.testing.assert_allclose(other.params[name], one.params[name], **close)
@@ -371,7 +372,7 @@ def test_single_precision_of_a_long_series():
     assert "a chain of 19999 steps of 1 (x), 1 others" in repr(guide)
     exact, before = kalman(t, y, phi, scale, steps)
     np.testing.assert_allclose(-fit.losses[-1], exact, atol=0.05)
-    # All smoothed, backwards from the last.
+    # Smoothing, backwards from the last step.
     mean, variance = before.T.copy()
     for k in range(steps - 2, -1, -1):
         ahead = phi**2 * before[k, 1] + scale**2

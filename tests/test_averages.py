@@ -63,7 +63,7 @@ def test_averages_of_a_linear_model_have_its_moments() -> None:
     found = posterior.average(DOSE, WARD, by=names, weights=TOTAL)
     close(found, weights @ f.mean, np.sqrt(np.diag(weights @ f.variance @ weights.T)))
     assert list(found.summary().index) == [f"ward {i}" for i in range(4)]
-    # A ward that nobody has seen, beside one that was.
+    # A new ward, beside one of the fit.
     new = {"num_wards": 5, "at": {"ward": [0, 4]}}
     apart = posterior.average(DOSE, WARD, **new).draws[..., 1]
     assert np.std(apart) > 0.6

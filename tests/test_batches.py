@@ -85,7 +85,7 @@ def test_epochs_are_shuffled_and_can_begin_anywhere(small, tmp_path):
     for epoch in epochs:
         assert [len(x) for x in epoch] == [SIZE] * 5
         assert len(np.unique(epoch)) == 50
-        # Rows of several blocks come together, and not in their order.
+        # A batch mixes rows of several blocks, in another order.
         assert len(np.unique(epoch[0] // 8)) > 1
         assert (np.diff(epoch[0]) < 0).any()
     assert not np.array_equal(*epochs)
@@ -175,7 +175,7 @@ def test_parquet(data, tmp_path):
 def test_steps_on_all_data_in_blocks_are_those_in_memory(data, fn, guide, y):
     arrays = data.X, getattr(data, y)
     svi = gpaug.ConjugateSVI(fn, guide(fn), None)
-    # Some guides begin where the first block of rows leads.
+    # Some guides start from the first block of rows.
     how = {"Z": data.Z, **QUIET, "init_state": svi.init(KEY, *arrays, Z=data.Z)}
     whole = svi.run(KEY, 5, *arrays, **how)
     read = svi.run(KEY, 5, gpaug.Blocks(arrays, 20), **how)
@@ -188,7 +188,7 @@ def test_steps_on_all_data_in_blocks_are_those_in_memory(data, fn, guide, y):
     state = read.state
     stopped = svi.run(KEY, 40, blocks, Z=data.Z, tol=0.1, init_state=state, **QUIET)
     assert 2 <= len(stopped.losses) < 20
-    # Nor does it keep quiet of inducing inputs that are out of reach.
+    # It also reports inducing inputs that are out of reach.
     for name, share in whole.state.unreached.items():
         assert share == read.state.unreached[name] < 0.5
         how["Z"] = data.Z + 1e6
@@ -236,11 +236,11 @@ def test_hyperparameters_are_learnt_in_blocks_as_in_memory(data, fn, guide, y):
     np.testing.assert_allclose(read.losses[-1], whole.losses[-1], atol=2e-3)
     for name, value in whole.params.items():
         scale = max(np.abs(value).max(), 0.1)
-        # Where the bound is flat: ends of equal bounds differ by rounding.
+        # The bound is flat: ends with equal bounds differ by rounding.
         np.testing.assert_allclose(read.params[name], value, atol=0.05 * scale)
     if fn is not regression:
         return
-    # From where it ended, of other data, it starts anew.
+    # Continued on other data, it starts anew.
     other = arrays[0][::-1], arrays[1]
     on = svi.run(
         KEY, 1, gpaug.Blocks(other, 25), Z=data.Z, init_state=read.state, **QUIET
@@ -309,7 +309,7 @@ def test_a_loader_may_fill_the_same_arrays_again(data):
                 kept[:] = data.X[i : i + SIZE]
                 yield (kept,)
 
-    # All of an epoch is read ahead before the first batch is looked at.
+    # A whole epoch is read ahead before the first batch is used.
     for source in (gpaug.Batches, gpaug.Blocks):
         found = [x for (x,) in [*source(Loader(), rows=50).blocks()]]
         np.testing.assert_array_equal(np.concatenate(found), data.X[:50])
@@ -322,7 +322,7 @@ def test_any_loader(data, svi):
     first = svi.run(KEY, 7, batches, Z=data.Z, **QUIET)
     rest = svi.run(KEY, 2, batches, Z=data.Z, init_state=first.state, **QUIET)
     np.testing.assert_array_equal(rest.losses, found.losses[7:])
-    # The last five of 53 rows are in no batch; in blocks they are.
+    # The last five of 53 rows are in no batch, but they are in blocks.
     assert sum(len(x) for x, _ in batches.epoch(0)) == 50
     assert sum(len(x) for x, _ in gpaug.Blocks(loader, rows=ROWS).blocks()) == ROWS
 
@@ -354,7 +354,7 @@ FAULTS = {
         [[np.zeros((SIZE, 2), "f"), np.zeros(SIZE - 1, "int32")]], ValueError,
         r"\[0\] has shape|\[1\] has shape",
     ),
-    # Seen after the steps on it and on what follows.
+    # Noticed after the steps on this batch and on the next one.
     "labels": (
         [[np.zeros((n, 2), "f"), np.full(n, label, "int32")]
          for n, label in ((SIZE, 7), (SIZE, 0), (3, 0))],

@@ -210,7 +210,7 @@ def test_minibatches_end_near_the_optimum(x64, step_size, most) -> None:
         return best + float(svi.evaluate(fitted, X, y, inducing=X[:30]))
 
     assert 0 < gap(result) < most
-    # As the algorithm was printed: without N / |B|.
+    # The algorithm as printed, without N / |B|.
     given["weight"] = np.array(0.1)
     assert gap(batches.run(KEY, 400, X, y, **given, **QUIET)) > 20
 

@@ -83,7 +83,7 @@ def everything(problem, values, natural):
     """Bound, its gradient in the params, where a whole step takes a block and one of
     its latents, and marginals given all of them."""
     at, pull = vjp(problem, values)
-    # Not the prior, under which spread and residual add up to the same everywhere.
+    # Not the prior: there the variances of values and residuals add up to a constant.
     natural = jax.tree.map(lambda x: 1.3 * x + 0.1 * (x > 0), natural)
     evaluation = at.evaluate(natural)
     slopes = pull(at.gradient(evaluation))
@@ -151,7 +151,7 @@ def test_nothing_but_the_projection_is_whole(likelihood, optim) -> None:
         )  # fmt: skip
         temporary = program.compile().memory_analysis().temp_size_in_bytes
     projection = 4 * X.shape[0] * 100
-    # Beside it a gradient keeps some numbers per row, and no second projection.
+    # A gradient stores some numbers per row beside it, and no second projection.
     assert projection < temporary < 2.2 * projection
 
 
@@ -164,7 +164,7 @@ def test_elements_in_blocks(function, dtype) -> None:
         value, pull = jax.vjp(function, mean, variance)
         return value, *pull(jnp.cos(value))
 
-    # Another function: what one was compiled to is kept.
+    # Another function: the program of the first is cached.
     whole = jax.jit(lambda *args: run(*args))(mean, variance)
     with small_blocks(2**11):
         assert "scan" in str(jax.make_jaxpr(run)(mean, variance))
@@ -238,7 +238,7 @@ def test_predictions_in_blocks_of_rows(name) -> None:
 
 
 def test_the_full_process_is_whole() -> None:
-    # Its inducing matrix is of that size anyway, and kernels see that X is Z.
+    # Its inducing matrix has that size anyway, and kernels recognise that X is Z.
     with small_blocks(100):
         assert blocks.rows_of_blocks(500, 500, "float32", least=500) is None
         assert blocks.rows_of_blocks(501, 500, "float32", least=500) == 500

@@ -28,7 +28,7 @@ from tests.conftest import slow
 
 SIMULATIONS = int(os.environ.get("GPAUG_SIMULATIONS", 150))
 BURN_IN, DRAWS, THINNING = 30, 15, 3
-LEVEL = 0.01  # of each family of tests
+LEVEL = 0.01  # for each family of tests
 X = np.linspace(-1.0, 1.0, 6, dtype=np.float32)[:, None]
 
 
@@ -36,7 +36,7 @@ def normalizer(f):
     return gpaug.LogisticNormalizer(f, 3, zeta=jnp.full(len(f), 1.5))
 
 
-# By likelihood: a function of the latents, and how many per datum.
+# By likelihood: a function of the latents, and their number per datum.
 LIKELIHOODS = {
     "bernoulli": (lambda f: dist.Bernoulli(logits=1 - 2 * f), None),
     "binomial": (lambda f: dist.Binomial(jnp.arange(6) + 1, logits=f), None),
@@ -55,13 +55,13 @@ LIKELIHOODS = {
 }  # fmt: skip
 
 
-# Sampled together, so that one program compiles for several: by kind of latents.
+# Groups of likelihoods with the same latents are sampled in one program.
 TOGETHER = {
     "one latent": ("binomial", "student t", "laplace"),
     "two latents": ("heteroscedastic",),
     "three latents": ("logistic-softmax",),
 }
-FACTORS = ("Bayesian SVM", "normaliser")  # and no laws of data
+FACTORS = ("Bayesian SVM", "normaliser")  # factors, which are not distributions of data
 
 
 def model(X, y=None, *, names):
@@ -102,8 +102,8 @@ def prior_draws(model, names, key, template, num):
         if factor is None:
             trace = traced(model, keys[0], values)
             return values, {name: trace[name]["value"] for name in names}, True
-        # Prior draws are accepted in proportion to what the factor sums to over the
-        # data there may be.
+        # A prior draw is accepted in proportion to the sum of the factor over all
+        # possible data.
         labels = jnp.array([0, 1]) if factor == "Bayesian SVM" else jnp.zeros(1)
         densities = []
         for label in labels:
@@ -167,7 +167,7 @@ def ranks(names, key):
         return (among[1:] < among[0]).sum(0), (among[1:] == among[0]).sum(0)
 
     below, ties = jax.device_get(run(jax.random.split(keys[2], num), values, y))
-    # A hinge that no datum reaches is exactly zero, for the truth and for draws.
+    # A hinge that no datum reaches is exactly zero, in the truth and in draws.
     return below + np.random.default_rng(1).integers(0, ties + 1)
 
 

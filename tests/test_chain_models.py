@@ -15,7 +15,7 @@ from numpyro_gpaug.model import affine, costs
 
 N, STEPS = 90, 40
 rng = np.random.default_rng(0)
-# Several rows at a step, steps without rows.
+# Some steps have several rows, some have none.
 TIME = rng.choice(np.delete(np.arange(STEPS), [0, 7, 8, STEPS - 1]), N)
 ITEM, X = rng.integers(0, 3, N), rng.normal(size=N)
 LEVEL = np.cumsum(rng.normal(size=(2, STEPS)) * 0.3, -1)
@@ -80,7 +80,7 @@ def test_sums_over_steps(of_steps, monkeypatch):
     joint = posterior.predict_f(*new, site="walk", full_covariance=True).variance
     apart = joint[0, 0] + joint[-1, -1] - 2 * joint[0, -1]
     np.testing.assert_allclose(growth.variance, apart, rtol=1e-3)
-    # Of many rows no matrix is made.
+    # Many rows: their covariance matrix is not made.
     draws = posterior.sample(jax.random.key(1), *new, site="walk", sample_shape=(3000,))
     np.testing.assert_allclose(np.cov(draws.T), joint, atol=0.1 * joint.max())
     for limit in ("_MOST", "_LARGE"):

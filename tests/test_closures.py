@@ -74,7 +74,7 @@ def test_matrices_of_a_list_are_read_whatever_is_known_of_their_order():
     before = watch.version()
     with watch.running():
         count_run()
-        # It is recorded in the matrix.
+        # The matrix records that it has been sorted.
         assert terms[0].has_sorted_indices
     assert watch.version().same(before)
     terms[0] = sparse.csr_array(np.eye(3)[[2, 1, 0]])
@@ -97,7 +97,7 @@ def test_runs_see_what_a_global_is_now(set_sd):
                 -svi.evaluate(result.state, GROUP, Y),
                 nested.get_extra_fields()["log_evidence"],
             ]
-            # What has not changed is not read again.
+            # Unchanged values are not read again.
             assert bool(traced) != again
             bounds.append(log_density(collapsed, (GROUP, Y), {}, {})[0])
             np.testing.assert_allclose(bounds, evidence(), rtol=1e-4)
@@ -125,7 +125,7 @@ def test_gradients_see_what_a_global_is_now(set_sd):
     for sd in (0.7, 0.1, 0.7):
         set_sd(sd)
         losses.append(svi.evaluate(state, GROUP, Y))
-    # At a whitened posterior that stays where it is.
+    # The whitened posterior stays the same.
     assert abs(losses[0] - losses[1]) > 0.1
     assert losses[0] == losses[2]
 
@@ -148,12 +148,12 @@ def test_predictions_are_of_the_fit_or_name_what_has_changed(set_sd):
     for ask in asked:
         with pytest.raises(ModelChangedError, match="reads SD, which has changed"):
             ask()
-    # What is known needs no run of the model.
+    # Cached results need no run of the model.
     table = posterior.summary()
     set_sd(0.7)
     np.testing.assert_allclose(table["mean"], mean(), rtol=1e-4)
     np.testing.assert_array_equal(posterior.predict_y(GROUP).mean, expected)
-    # Another process cannot tell.
+    # In another process the version is unknown.
     assert pickle.loads(pickle.dumps(result.version)) is None
 
 
@@ -166,7 +166,7 @@ def test_a_collapsed_model_that_others_compiled_says_so(set_sd):
         log_density(collapsed, (GROUP, Y), {}, {})
 
 
-# What is told from what, without a fit.
+# Which changes are noticed, without a fit.
 
 array, wrapped = np.arange(3.0), jnp.arange(3.0)
 settings = {"scales": [1.0, 2.0]}
@@ -276,7 +276,7 @@ def test_other_dtypes_are_another_version():
 
 def test_what_is_the_same_is_no_other_version(monkeypatch):
     before = watched(reader).version()
-    # A cell that is run again, further down.
+    # A notebook cell that runs again, at other lines.
     exec("\n\n\ndef inner(x):\n    return x\n", globals())
     monkeypatch.setitem(globals(), "array", array.copy())
     monkeypatch.setitem(globals(), "wrapped", wrapped + 0)
@@ -302,7 +302,7 @@ def test_methods_closures_and_wrappers_are_read_through():
     scaled = handlers.scale(functools.partial(inside), 2.0)
     kept = [watched(x) for x in (study.model, inside, scaled)]
     before = [x.version() for x in kept]
-    study.result = "a fit"  # which the model does not read
+    study.result = "a fit"  # the model does not read it
     assert [x.version() for x in kept] == before
     study.sd = 2.0
     change(2.0)

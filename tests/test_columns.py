@@ -126,7 +126,7 @@ def test_summaries_have_labels_and_predictions_take_them(tmp_path) -> None:
     fit = svi.run(KEY, 10, *columns, TABLE["count"], progress_bar=False)
     posterior = svi.posterior(fit)
     rows = list(posterior.summary().index)
-    # The plate has a fourth herd, which no row has.
+    # The plate has a fourth herd, without rows.
     assert [x for x in rows if x.startswith("effect")] == [
         "effect[east]", "effect[north]", "effect[west]", "effect[3]"
     ]  # fmt: skip

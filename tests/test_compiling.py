@@ -39,14 +39,14 @@ def test_options_that_this_jaxlib_lacks_are_not_asked_for(monkeypatch) -> None:
 
 @pytest.mark.usefixtures("no_flags")
 def test_inside_other_programs(monkeypatch) -> None:
-    # One that every jaxlib has.
+    # An option that every jaxlib has.
     monkeypatch.setattr(compiling, "_QUICK", {LEVEL: 1})
     double = jit(lambda x, times: times * x, static_argnames="times")
     assert compiler_options(quick=True)
     assert double(3.0, times=2) == 6
     assert double.plain.eval_shape(3.0, times=2).shape == ()
     assert jax.jit(lambda x: double(x, times=2) + 1)(3.0) == 7
-    # Nothing here is traced but what is around it.
+    # Only the outer function is traced here.
     assert jax.jit(lambda x: x + double(3.0, times=2))(1.0) == 7
     assert jax.grad(lambda x: double(x, times=2))(1.0) == 2
     assert jax.vmap(lambda x: double(x, times=2))(jnp.ones(3)).tolist() == [2, 2, 2]
@@ -70,7 +70,7 @@ def test_small_programs_are_left_as_they_are_written() -> None:
         for x in (small, large, small):
             assert jnp.allclose(program(x, times=3), jnp.sin(jnp.sin(jnp.sin(x))))
         assert list(program._programs) == left
-    # JAX has the trace of either.
+    # JAX keeps the traces of both.
     assert calls == [small.shape, large.shape]
 
 
@@ -88,7 +88,7 @@ def test_numbers_give_numbers_in_whatever_program(value) -> None:
         for found in (known(value), once(program, value)):
             assert found["more"].tolist() == [1, 2]
             assert bool(found["all"])
-        # Of what is traced it makes what is traced.
+        # Traced arguments give traced results.
         inner = once(program, y)["more"] + once(lambda x: x * y, value)
         return inner + ahead(lambda x: y - x, value)(value)
 

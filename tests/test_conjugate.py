@@ -244,7 +244,7 @@ def test_sampled_hyperparameters_through_a_stock_autoguide(other) -> None:
     median = np.log(guide.median(result.params)["lengthscale"])
     if point:
         assert np.diff(result.losses).max() < 1e-8
-        # A mode of the density of the lengthscale, not of its logarithm.
+        # It is a mode of the density of the lengthscale, not of its logarithm.
         np.testing.assert_allclose(median, at[np.argmax(density - at)], atol=0.03)
     else:
         weights = np.exp(density - density.max())
@@ -399,7 +399,7 @@ def test_a_subset_of_latents_leaves_the_others_at_the_prior() -> None:
     Y, subset = np.stack([y, 1 - y], 1), np.array([2, 0])
     arguments = {"inducing": X[:20], "latents": subset, "num_steps": 5}
     svi, part = fit(model, X, Y, **arguments)
-    # Labels and the opposite labels: twice the fit of one.
+    # Labels and their opposites: twice the bound of one fit.
     _, one = classify(num_steps=5)
     np.testing.assert_allclose(part.losses, 2 * one.losses, rtol=1e-8)
     precision = np.asarray(part.params["f.v_auto_precision"])

@@ -55,7 +55,7 @@ def posterior_of(J, noise, y):
 def test_several_outcomes_of_a_datum_against_linear_algebra(x64, covariance):
     seen = np.array([1, 1, 0, 1, 1, 0, 1], bool)
     data = np.where(seen[:, None], Y, np.nan)
-    # Groups are eliminated where they are many.
+    # With many groups, they are eliminated.
     groups = G if covariance == "dense" else 200
     svi = gpaug.ConjugateSVI(outcomes, gpaug.AutoLatentGaussian(outcomes))
     fit = svi.run(

@@ -62,7 +62,7 @@ def test_expectations_against_a_product_rule(x64, rank):
         )  # fmt: skip
         for got, there in zip(found, expected, strict=True):
             np.testing.assert_allclose(got[i], there, atol=3e-3)
-        # The precision of a factor, with its sign.
+        # The precision of the factor.
         curved = np.diag(2 * found[2][i])
         curved[left, right] = curved[right, left] = found[3][i]
         assert np.linalg.eigvalsh(curved).min() > -1e-12
@@ -103,7 +103,7 @@ def test_a_fit_and_its_predictions_against_a_grid(x64, tmp_path):
     shares = np.tensordot(weights, softmax(logits(new), -1), 1)
     found = posterior.predict_y(new)
     np.testing.assert_allclose(found.probs, shares, atol=0.01)
-    # The bound is one, and near the evidence.
+    # It is a lower bound, and near the evidence.
     evidence = logsumexp(logs - b[:, 0] ** 2 / 4.5) - np.log(2 * np.pi * 1.5**2)
     evidence += 2 * np.log(axis[1] - axis[0])
     assert -fit.losses[-1] < evidence + 0.005

@@ -82,7 +82,7 @@ def check_moments(sides, dtype):
     mean = covariance @ projection @ potential
     some = np.arange(6)
     eye = np.eye(structure.size, dtype=dtype)
-    # Nodes that no predictor has in common.
+    # Pairs of nodes without a common predictor.
     apart = rows._replace(place=rows.place[:, ::1].at[:, 0].set(structure.nodes - 1))
 
     @jax.jit
@@ -228,7 +228,7 @@ def test_posterior_and_evidence_of_normal_data(monkeypatch):
     half = np.linalg.slogdet(2 * np.pi * whole)[1] / 2
     evidence = -0.5 * y @ np.linalg.solve(whole, y) - half
     assert abs(-result.losses[-1] - evidence) < 0.05
-    # Pairs, most of which have no data.
+    # New pairs: most have no data.
     each = np.meshgrid(np.arange(90), np.arange(70), indexing="ij")
     every = [x.ravel()[::25] for x in each]
     new = np.zeros((len(every[0]), 161))
@@ -239,7 +239,7 @@ def test_posterior_and_evidence_of_normal_data(monkeypatch):
     variance = ((new @ covariance) * new).sum(-1)
     np.testing.assert_allclose(ahead.mean, new @ mean, atol=2e-3)
     np.testing.assert_allclose(ahead.variance, variance, rtol=0.03)
-    # Other pairs than those that the guide was set up with.
+    # The guide was set up with other pairs.
     with pytest.raises(NotConjugateError, match="Set up another guide"):
         svi.run(KEY, 1, one[::-1], two, y, progress_bar=False)
 
@@ -258,7 +258,7 @@ def test_a_fit_agrees_with_the_exact_form(monkeypatch, tmp_path, normal):
     sds = np.nan_to_num(other[:, 1] / one[:, 1], nan=1)
     assert np.abs(sds - 1).max() < 0.03
     assert np.abs(one[:, 0] - other[:, 0]).max() < 0.02
-    # New members, and what was saved.
+    # New members, and a saved posterior.
     new = np.arange(90), np.arange(90)[::-1] % 72
     sizes = {"sizes": (90, 72), "normal": normal}
     ahead = [x.predict_f(*new, site="eta", **sizes) for x in found]

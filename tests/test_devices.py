@@ -92,7 +92,7 @@ def fit(model, guide, arrays, steps=6, optim=None, mesh=None, what="advance", **
     setattr(svi._programs, what, watched)
     result = svi.run(KEY, steps, *arrays, progress_bar=False, **kwargs)
     text = programs[0].as_text()
-    # Sums over latents are of every row.
+    # Sums over latents would contain every row.
     if blocks.WHOLE < 2**20 and "latents" not in getattr(mesh, "axis_names", ()):
         assert in_blocks(text) == []
     return svi, result, collectives(text)
@@ -159,7 +159,7 @@ def test_only_sums_of_the_size_of_latents_go_between_devices(case, size):
         _, result, found = fit(process, gpaug.AutoSparseGP, shared_out(X, y), **kwargs)
     np.testing.assert_allclose(result.losses, alone.losses, rtol=2e-5)
     assert {kind for kind, _ in found} == {"all-reduce"}
-    # All together are less than one number per row.
+    # All messages together have less than one number per row.
     assert sum(size for _, size in found) < 4 * rows
 
 
@@ -197,7 +197,7 @@ def test_batches_that_are_read_are_shared_out(source, what, optim):
     assert nothing == []
     np.testing.assert_allclose(result.losses, alone.losses, rtol=2e-5)
     assert {kind for kind, _ in found} == {"all-reduce"}
-    # All together are less than one number per row of a batch.
+    # All messages together have less than one number per row of a batch.
     assert sum(size for _, size in found) < 4 * size
 
 
@@ -253,7 +253,7 @@ def test_uneven_rows_are_filled_with_rows_of_no_weight(tmp_path):
     )
     np.testing.assert_allclose(result.losses, alone.losses, rtol=2e-5)
     assert {kind for kind, _ in found} == {"all-reduce"}
-    # A checkpoint of several devices goes on with one.
+    # One device continues from a checkpoint of several.
     save_state(tmp_path / "fit.npz", result.state)
     how = {"Z": X[:8], "progress_bar": False}
     state = load_state(tmp_path / "fit.npz", like=again.init(KEY, X, y, Z=X[:8]))

@@ -263,7 +263,7 @@ def test_data_and_params_are_arguments_of_one_program(x64):
 
     guide = gpaug.AutoSparseGP(counted)
     params, _ = gaussian(X, y, Z)
-    for _ in range(2):  # what a model counts is its own only after its first runs
+    for _ in range(2):  # a model's own counts start after its first runs
         other = {k: 2 * v for k, v in params.items()}
         draws(counted, other, X, y + 1, guide=guide, Z=Z)
     before = len(runs)
@@ -282,7 +282,7 @@ def test_chunks_do_not_change_the_answer(x64, monkeypatch):
     monkeypatch.setattr(
         diagnostics._draws, "_BUDGET", 2 * 20 * 32
     )  # chunks of 2, 2 and 1
-    guide = gpaug.AutoSparseGP(regression)  # whose program is another
+    guide = gpaug.AutoSparseGP(regression)  # a new guide has a new program
     trees.append(draws(regression, params, X, y, guide=guide, Z=Z))
     for group in (
         "posterior",

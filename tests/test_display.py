@@ -98,7 +98,7 @@ def test_a_result_tells_its_bound_and_params():
         "  verdict  too short: 3 steps are too few: run at least 5",
         "  b        array (3, 3)",
     ]
-    params, _, _ = result  # still the tuple that NumPyro's is
+    params, _, _ = result  # still a tuple, as in NumPyro
     assert params is result.params
 
 

@@ -81,7 +81,7 @@ def test_the_others_end_when_one_is_killed(tmp_path):
     assert re.search("heartbeat timeout|closed by peer|Connection", output)
 
 
-# What scripts begin with: who this process is, and a model.
+# The start of every script: process identity, and a model.
 PROCESS = """
 import sys, threading, time, jax, numpy as np, optax
 import numpyro, numpyro.distributions as dist

@@ -40,7 +40,7 @@ def resolve(name: str) -> object:
 def test_public_names_have_docstrings() -> None:
     for name in public_names():
         found = resolve(name)
-        # A class's own, not its base's; a dataclass without one has its signature.
+        # The docstring of the class itself; a dataclass without one has its signature.
         own = vars(found).get("__doc__") if isinstance(found, type) else found.__doc__
         summary = (own or "").strip()
         assert summary, f"{name} has no docstring"
@@ -49,13 +49,13 @@ def test_public_names_have_docstrings() -> None:
 
 def test_public_names_are_in_the_reference() -> None:
     text = "\n".join(p.read_text() for p in (DOCS / "api").glob("*.md"))
-    # A page has a module with all its members, or one object after the other.
+    # A page lists a module with all its members, or single objects.
     modules = set(re.findall(r"automodule:: (\S+)\n +:members:", text))
     objects = [resolve(x) for x in re.findall(r"auto(?!module)\w+:: (\S+)", text)]
     missing = [
         name
         for name in public_names()
-        if not inspect.ismodule(resolve(name))  # its own names are here, too
+        if not inspect.ismodule(resolve(name))  # its names are listed, too
         and name.rpartition(".")[0] not in modules
         and not any(resolve(name) is x for x in objects)
     ]

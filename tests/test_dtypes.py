@@ -67,11 +67,11 @@ def test_predictions_are_in_the_dtype_of_the_fit(double, model, tmp_path):
         expected = answers(posterior, args)
         posterior.save(path)
     with enable_x64(not double):
-        # Inputs of the dtypes that JAX has now.
+        # Inputs in the dtypes that JAX has now.
         args = jax.device_put(args)
         kinds = posterior, svi.posterior(result), gpaug.Posterior.load(path, model)
         found = [answers(each, args) for each in kinds]
-        # Another fit is in today's dtype.
+        # A new fit is in the current dtype.
         args, kwargs = given(other)
         new = svi.run(KEY, 30, *args, Y, **kwargs, **QUIET)
         assert new.losses.dtype == other

@@ -20,7 +20,7 @@ from scipy import sparse
 import numpyro_gpaug as gpaug
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-# The last has tests of its own (test_distributed.py).
+# test_distributed.py tests the other one.
 SCRIPTS = sorted({p.stem for p in EXAMPLES.glob("*.py")} - {"distributed"})
 FEW = ["--steps", "2", "--inducing", "8"]
 REDUCED = {

@@ -20,12 +20,12 @@ EXPONENTIAL = {
 }  # fmt: skip
 TOLD = {
     **{name: (density, name in EXPONENTIAL) for name, (density, _) in SPLIT.items()},
-    # Sums within a datum of which something else is a function.
+    # A function of a sum within each datum.
     "sum of rates": (
         lambda z: jnp.log(jnp.exp(eta(z)[:, None] * jnp.arange(3.0)).sum(1)),
         False,
     ),
-    # Two of them side by side, in one array.
+    # Two sums side by side, in one array.
     "beta of rates": (
         lambda z: dist.Beta(jnp.exp(eta(z)), jnp.exp(-eta(z))).log_prob(SHARES),
         False,

@@ -209,7 +209,7 @@ def test_plates_that_fit_their_data() -> None:
     guide = gpaug.AutoSparseGP(plated)
     guide.setup(X, Y, inducing=Z, size=16, batch=4)
     guide.setup(X[:8], Y, inducing=Z, size=16, doubled=True)
-    # Rows that are left out on purpose are left out before.
+    # Users leave rows out before the call.
     guide.setup(X[:8], Y[:8], inducing=Z, size=8)
     gpaug.AutoSparseGP(lagged).setup(X[:15], X[:, 0], inducing=Z)
     with pytest.raises(ValueError, match="'steps' has size 15, .* array of shape"):

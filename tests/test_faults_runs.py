@@ -65,7 +65,7 @@ def run(svi, num_steps, **options):
 
 
 def equal(a, b) -> None:
-    # What tol counts starts again with every run.
+    # The counts for tol start again with every run.
     a, b = (x._replace(mark=0.0, stalled=0) for x in (a, b))
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         if jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
@@ -77,7 +77,7 @@ def equal(a, b) -> None:
 
 
 def test_a_loop_without_steps_ends_a_run() -> None:
-    # What stops a run may come true at the end of a compiled loop.
+    # A stopping rule may be met at the end of a compiled loop.
     with Progress(300, Pace(1), bar=True) as progress:
         progress.took(np.ones(progress.next()))
         progress.took(np.ones(0))
@@ -110,7 +110,7 @@ def test_loops_are_longer_where_that_is_quicker(
             now += common + each * taken[-1] + (not progress.taken) * compiling
             progress.took(np.ones(taken[-1]))
     assert taken == lengths
-    # The next run of the same program goes on so.
+    # The next run of the same program continues at this pace.
     with Progress(300, pace, bar=False) as progress:
         assert progress.next() == pace.length
 
@@ -307,7 +307,7 @@ def test_matrices_go_to_lapack_one_by_one(function) -> None:
                 lambda x, y, i=i: np.testing.assert_allclose(x[i], y, rtol=1e-5),
                 each(STACK), one,
             )  # fmt: skip
-    # The reading finds stacks where there are some.
+    # The check finds batched LAPACK calls where there are some.
     bare = jax.jit(jnp.linalg.cholesky).lower(STACK).compile().as_text()
     assert stacks_of_lapack(bare)
 
@@ -374,7 +374,7 @@ QUICK = ("learning",)
 def test_no_engine_calls_lapack_for_stacks(engine) -> None:
     run = Programs()
     ENGINES[engine](run)
-    # A step of elliptical slices multiplies by what was factorised before it.
+    # A step of elliptical slices multiplies by factors computed before it.
     assert engine == "ellipses" or all("lapack" in text for text in run.texts)
     assert not [stack for text in run.texts for stack in stacks_of_lapack(text)]
 
@@ -392,15 +392,15 @@ def regression(X, y=None, *, inducing):
         numpyro.sample("y", dist.Normal(gp(X), scale), obs=y)
 
 
-# The loss that small steps reach.
+# The loss reached by small steps.
 OPTIMUM = -179.36
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rate", [0.3, 0.05])
 def test_large_steps_neither_stall_nor_seem_to_have_converged(rate) -> None:
-    # Updates were halved without end, 1.5 nats short, and the equal losses of updates
-    # that had been undone were taken for convergence.
+    # Once, updates were halved without end, 1.5 nats short of the optimum, and the
+    # equal losses of rejected updates counted as convergence.
     rng = np.random.default_rng(0)
     X = rng.uniform(-3, 3, (150, 1)).astype(np.float32)
     y = np.sin(3 * X[:, 0]) + 0.05 * rng.normal(size=150).astype(np.float32)

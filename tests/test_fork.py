@@ -18,7 +18,7 @@ import numpyro_gpaug as gpaug
 from numpyro_gpaug import _fork
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks")
-LIMIT = 30  # seconds, after which a child is taken to hang
+LIMIT = 30  # seconds; a child that takes longer hangs
 
 
 def model(y=None):
@@ -31,7 +31,7 @@ def in_child(function):
     """What ``function`` says in a forked process; none if it hangs."""
     reader, writer = os.pipe()
     with warnings.catch_warnings():
-        # JAX and Python warn of forks.
+        # JAX and Python warn about forks.
         warnings.simplefilter("ignore")
         child = os.fork()
     if child == 0:
@@ -80,6 +80,6 @@ def test_a_fork_before_jax_has_started_is_fine(monkeypatch):
     assert in_child(_fork.refuse_forked) == "None"
     monkeypatch.undo()
     assert "forked" in in_child(_fork.refuse_forked)
-    # Nor is the parent, which goes on.
+    # The parent process continues.
     _fork.refuse_forked()
     assert np.isfinite(jnp.ones(2)).all()

@@ -18,7 +18,7 @@ GROUP = np.concatenate([np.arange(MEMBERS), rng.integers(0, MEMBERS, N - MEMBERS
 COUNTS, BINARY = rng.poisson(2.0, N), rng.integers(0, 2, N)
 REAL, POSITIVE = rng.normal(size=N), rng.gamma(2.0, 1.0, N)
 
-# From values by member, the members of the data, and an effect of all data.
+# Functions of values by member, the members of the data, and a common effect.
 LIKELIHOODS = {
     "Poisson": (lambda u, g, b: dist.Poisson(jnp.exp(u[g] + b)), COUNTS),
     "rate by member": (lambda u, g, b: dist.Poisson(jnp.exp(u + b)[g]), COUNTS),

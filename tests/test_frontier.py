@@ -54,7 +54,7 @@ def matrix(z):
     return dist.Poisson(rate).log_prob(jnp.ones((N, 4), int))
 
 
-# Densities, and the sizes of their roots.
+# Densities, and the sizes of the affine arrays they depend on.
 SPLIT = {
     "poisson": (lambda z: dist.Poisson(jnp.exp(eta(z) + 0.1)).log_prob(COUNTS), [N]),
     "bernoulli": (lambda z: dist.Bernoulli(logits=eta(z)).log_prob(BINARY), [N]),

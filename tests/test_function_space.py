@@ -26,7 +26,7 @@ from tests.function_space import (
 )
 from tests.problems import regression, toy
 
-# Many of these means are fixed functions, on purpose.
+# Many of these means have no params, on purpose.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:the mean of AutoFunctionSpaceGP has no params"
 )
@@ -43,7 +43,7 @@ def started(model, guide, args, kwargs):
     """Params before the first step."""
     guide.setup(*args, **kwargs)
     svi = SVI(model, guide, optax.sgd(0.0), gpaug.TraceWasserstein_ELBO(num_points=10))
-    # One program, where the start made step by step would be a hundred.
+    # One program: made step by step, the start would compile a hundred.
     return jax.jit(lambda: svi.get_params(svi.init(KEY, *args, **kwargs)))()
 
 
@@ -85,7 +85,7 @@ def test_a_kernel_of_its_own_with_params() -> None:
         regression, guide, gpaug.TraceWasserstein_ELBO(60.0, num_points=10), X, y,
         steps=200, inducing=X[:15],
     )  # fmt: skip
-    # Of 60 v / (2 0.5^2) + 60 (1 - sqrt v)^2 the minimum is at v = 1/9.
+    # The minimum of 60 v / (2 0.5^2) + 60 (1 - sqrt v)^2 is at v = 1/9.
     assert float(result.params["v"]) == pytest.approx(1 / 9, rel=0.03)
     assert "f.v_auto_tril" not in result.params
     f = posterior.predict_f(X[:7], full_covariance=True)
@@ -229,14 +229,14 @@ def test_posteriors_of_one_guide_share_what_is_compiled() -> None:
     part = posterior.predict_y(X, batch_size=16).probs
     before = compilations("_answer")
     assert before == none + 1
-    # Products of other shapes round otherwise.
+    # Products of other shapes have other rounding errors.
     np.testing.assert_allclose(part, whole, atol=2e-4)
     for scale in (1.0, 1.1):
         params = {**result.params, "W": scale * result.params["W"]}
         again = gpaug.Posterior.from_guide(three, guide, params, X, y, **given)
         probs = again.predict_y(X[: int(21 * scale)], batch_size=16).probs
     assert compilations("_answer") == before
-    # The params are data, not part of what is shared.
+    # Params are data of the program, not constants.
     assert np.abs(np.asarray(probs) - whole[:23]).max() > 1e-4
     other = gpaug.AutoFunctionSpaceGP(three, linear)
     apart = gpaug.Posterior.from_guide(three, other, result.params, X, y, **given)
@@ -293,7 +293,7 @@ def test_save_and_load_a_network(tmp_path, library) -> None:
     with pytest.raises(ValueError, match="pass the guide of the fit"):
         gpaug.Posterior.load(path, regression)
     if library == "linen":
-        return  # names the parameter of the wrong shape itself
+        return  # linen names the wrong parameter itself
     wrong = gpaug.AutoFunctionSpaceGP(regression, network(library, 2))
     with pytest.raises(ValueError, match="saved with 4 arrays.*declares 6"):
         gpaug.Posterior.load(path, regression, wrong).predict_f(X)

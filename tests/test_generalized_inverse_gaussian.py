@@ -89,7 +89,7 @@ def test_golden_log_density(dtype):
 )
 def test_golden_divergence(dtype):
     size = len(column("p"))
-    # As many as the golden moments, so that one program does for both.
+    # As many as the golden moments: one program computes both.
     parts = {
         k: np.resize(np.array([row[k] for row in GOLDEN["kl"]], dtype), (size, 3)).T
         for k in "qp"
@@ -295,7 +295,7 @@ def test_sampler_law(dtype, num):
     for j, cell in enumerate(CELLS):
         t, cdf = numeric_cdf(*cell)
         assert kolmogorov(x[:, j], t, cdf) < limit, cell
-        # The check sees a bias of a twentieth of the spread of the logs.
+        # The check detects a bias of a twentieth of the standard deviation of the logs.
         biased = x[:, j] * np.exp(0.05 * np.std(np.log(x[:, j])))
         assert kolmogorov(biased, t, cdf) > limit, cell
 
@@ -387,7 +387,7 @@ def test_inverse_gaussian_extremes(dtype):
     assert not np.isnan(value).any()
 
 
-# What NumPyro asks of every distribution.
+# NumPyro's requirements for every distribution.
 
 
 def single(*values: float) -> np.ndarray:

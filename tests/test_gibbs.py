@@ -315,7 +315,7 @@ def test_chains_thinning_resuming_and_extra_fields() -> None:
     assert np.all(precision > 0)
     mcmc.post_warmup_state = mcmc.last_state
     mcmc.run(mcmc.last_state.rng_key, X, REALS)
-    # The same chain as one run twice as long.
+    # Two runs make the same chain as one run twice as long.
     whole = run(
         gpaug.AugmentedGaussian(linear), X, REALS, thinning=2,
         **{**data, "num_samples": 20},
@@ -436,7 +436,7 @@ def test_slices_go_around_a_joint_gaussian_where_blocks_meet(x64) -> None:
     precision = prior + design @ design.T / scale**2
     potential = prior @ np.array([0.0] * 4 + [1.0] * 2) + design @ y / scale**2
     covariance = np.linalg.inv(precision)
-    # Of standard normal numbers.
+    # Latents are affine in standard normal numbers.
     loc, scale = np.array([0.0] * 4 + [1.0] * 2), np.array([1.0] * 4 + [2.0] * 2)
     whitener = q.whitener[0] * scale
     np.testing.assert_allclose(whitener.T @ whitener, covariance, atol=1e-8)
@@ -444,7 +444,7 @@ def test_slices_go_around_a_joint_gaussian_where_blocks_meet(x64) -> None:
     np.testing.assert_allclose(mean, covariance @ potential, atol=1e-7)
     np.testing.assert_array_equal(evaluations, 1)
     np.testing.assert_allclose(log_ratio, log_ratio[0], atol=1e-6)
-    # Nothing is learnt without warm-up.
+    # Scales are not adapted without warm-up.
     np.testing.assert_array_equal(scales, 1)
 
 
@@ -462,7 +462,7 @@ def test_slices_find_the_gaussian_that_closed_form_updates_find(model, x64) -> N
         noise_that_varies: inputs[:, 0],
         softmax: LABELS + (X[:, 1] > 0),
     }[model]
-    # Full processes: a fit of a sparse one has its residual, which slices leave out.
+    # Full processes: the fit of a sparse one has a residual, which slices do not have.
     data = {"inducing": inputs}
     kernel = gpaug.EllipticalSlice(model)
     found = jax.jit(

@@ -141,7 +141,7 @@ def test_more_groups_than_one_digit_tells(monkeypatch):
     svi = gpaug.ConjugateSVI(model, guide)
     fit = svi.run(jax.random.key(0), 3, group, REAL, progress_bar=False)
     assert "3000 groups of 1 (a), 0 others" in repr(guide)
-    # Of one thread, therefore.
+    # So one thread is enough.
     assert guide.structure.largest == 0
     a = svi.posterior(fit)["a"]
     rows = np.bincount(group, minlength=3000)
@@ -165,7 +165,8 @@ def test_new_groups_and_sums_over_groups(x64, of_groups, monkeypatch):
     np.testing.assert_allclose(average.mean, joint.mean.mean(), rtol=1e-4)
     np.testing.assert_allclose(average.variance, joint.variance.mean(), rtol=1e-3)
 
-    # Of many rows that depend on one group each no matrix is made: the same by groups.
+    # With many rows that depend on one group each, results are computed by group,
+    # without a matrix.
     def no_matrix(predictors):
         raise AssertionError(f"a matrix of {len(predictors.offset)} rows")
 

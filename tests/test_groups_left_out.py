@@ -149,7 +149,8 @@ def test_hyperparameters_follow_their_posterior_without_the_group(likelihood, y)
     one = whole.leave_one_out(TIME, GROUP, EVERYTHING, y).log_prob(y)
     for left, density in ((GROUP == 4, found), (alone == 7, one)):
         without = posterior(~left).log_prob(TIME, GROUP, EVERYTHING, y)
-        # The Monte Carlo error of points, and of the Gaussian for counts.
+        # The tolerance covers the Monte Carlo error, and the Gaussian approximation for
+        # counts.
         np.testing.assert_allclose(density[left], without[left], atol=0.1)
 
 

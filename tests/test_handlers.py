@@ -76,7 +76,7 @@ def test_scale_per_datum_weights_its_term(num_latents):
     q = blocks_of(guide, result.params)
     expected = brute_bound(X, y, kwargs["inducing"], q, weights=weights)
     np.testing.assert_allclose(-result.losses[-1], expected, rtol=1e-9)
-    # A datum of weight 2 is the same datum twice, the second one in place of the last.
+    # A datum with weight 2 equals two copies; the second replaces the last row.
     double, rows = np.ones(24), np.arange(24)
     double[5], rows[-1] = 2.0, 5
     one = run(X, y, double, np.arange(24) < 23)
@@ -97,7 +97,7 @@ def test_a_masked_datum_is_a_deleted_one(num_latents):
     np.testing.assert_allclose(masked.losses, deleted.losses, rtol=1e-9)
     for name, value in deleted.params.items():
         np.testing.assert_allclose(masked.params[name], value, rtol=1e-6, atol=1e-8)
-    # The masked label is never looked at.
+    # The masked label is not read.
     y[3] = 7
     again = run(X, y, mask=keep)
     np.testing.assert_allclose(again.losses, masked.losses, rtol=1e-12)

@@ -235,7 +235,7 @@ def test_what_has_no_augmentation_is_named() -> None:
 
     with pytest.raises(gpaug.NotConjugateError, match="Bernoulli.logits=eta"):
         init(given, lambda eta: dist.Poisson(jnp.exp(eta)))
-    # NumPyro keeps exp(-logits) beside them.
+    # NumPyro also stores exp(-logits).
     init(given, lambda eta: dist.NegativeBinomialLogits(3.0, eta))
     with pytest.raises(gpaug.NotConjugateError, match="scaled"):
         init(handlers.scale(given, 0.5), robust)

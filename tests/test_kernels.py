@@ -37,7 +37,7 @@ STATIONARY = [
     Periodic,
 ]
 ALL = [*STATIONARY, Linear, Constant]
-# One count of columns for each form of the distance.
+# A number of columns for each form of the distance.
 COLUMNS = [3, 12]
 
 
@@ -150,7 +150,8 @@ def test_right_and_positive_semidefinite_at_any_scale(shape, shift, log_scale, r
     found = evaluate_all(given_kernels, X, X[:1])
     for kernel, (_, K, diagonal) in zip(given_kernels, found, strict=True):
         K = np.asarray(K, np.float64)
-        # Matern12 has a cusp at 0, where a rounded distance counts in full.
+        # Matern12 has a cusp at 0, where a rounding error of the distance counts in
+        # full.
         tolerance = 2e-3 if isinstance(kernel, Matern12) else 2e-4
         np.testing.assert_allclose(K, brute(kernel, X, X), atol=tolerance)
         assert np.linalg.eigvalsh((K + K.T) / 2).min() > -1e-4 * rows
@@ -453,12 +454,13 @@ def test_is_a_pytree(Kernel):
     assert jax.tree.structure(gradient) == structure
     slope = gradient.left.variance
     np.testing.assert_allclose(slope, np.trace(expected) / 1.5, rtol=1e-5)
-    # Gradients and optimizer states are no valid kernels, but have their structure.
+    # Gradients and optimizer states are not valid kernels, but share their structure.
     jax.tree.map(lambda leaf: -0.0 * leaf, kernel)
 
 
 def test_tree_structure_tells_kernels_apart():
-    # jit looks compiled code up by structure: equal structures, another kernel's code.
+    # jit finds compiled code by structure: kernels with equal structures would share
+    # it.
     instances = [Kernel() for Kernel in ALL]
     instances += [Linear() + Linear(), Linear() * Linear(), as_kernel(euclidean)]
     instances += [from_function(euclidean, diag=len)]

@@ -67,7 +67,7 @@ def test_a_measured_covariate_counts_in_predictions(x64, monkeypatch, overhead):
     np.testing.assert_allclose(y.variance, variance + NOISE**2, rtol=1e-5)
     alone = posterior.predict_y(NEW[:1], group[:1], site="y")
     np.testing.assert_allclose(alone.mean, y.mean[:1], rtol=1e-6)
-    # One that is missing does not.
+    # Missing values are not conditioned on.
     known = np.array([True, False, True, True])
     found = posterior.predict_f(NEW, group, known=known, site="x")
     np.testing.assert_allclose(found.variance, np.where(known, shrunk, 1), rtol=1e-6)
@@ -120,5 +120,6 @@ def test_of_a_product_the_factor_is_held_and_has_the_right_sign():
     for sign in (1, -1):
         fit = svi.run(jax.random.key(0), 60, MEASURED, sign * Y, progress_bar=False)
         assert svi.guide.structure.others == ("slope",)
-        # From a start of the other sign it is a mode of -12, hundreds of nats lower.
+        # A start with the other sign once ended at a mode of -12, hundreds of nats
+        # lower.
         assert sign * fit.params["slope_auto_loc"] == pytest.approx(SLOPE, abs=0.3)

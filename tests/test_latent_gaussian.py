@@ -106,7 +106,7 @@ def fitted(model, *args, optim=None, steps=60, guide=None, **kwargs):
     return svi.posterior(result), result, guide
 
 
-# In closed form, and by quadrature of tails that are not log-concave.
+# One in closed form, and one by quadrature, with tails that are not log-concave.
 QUICK = "poisson", "student"
 
 
@@ -119,7 +119,7 @@ def test_any_likelihood_against_a_grid(x64, name):
     np.testing.assert_allclose(
         [q.mean for q in found], mean, atol=0.07 * float(deviation.max())
     )
-    # The Gaussian nearest in KL is a little narrow where the posterior is skewed.
+    # The Gaussian nearest in KL is slightly too narrow where the posterior is skewed.
     ratio = np.sqrt([q.variance for q in found]) / deviation
     np.testing.assert_allclose(ratio, 1, atol=0.06)
 
@@ -194,7 +194,7 @@ def test_two_predictors_against_a_grid(x64, model):
     )
     ratio = np.sqrt([q.variance for q in found]) / deviation
     np.testing.assert_allclose(ratio, 1, atol=0.12)
-    # Where it ends, no other Gaussian has a higher bound.
+    # No other Gaussian has a higher bound than the fit.
     losses = [result.losses[-1]]
     svi = gpaug.ConjugateSVI(model, guide, None)
     name = "latents_auto_precision"
@@ -244,7 +244,7 @@ def test_normal_models_have_the_exact_evidence(x64, of_normal):
     exact = stats.multivariate_normal(np.ones(N), covariance()).logpdf(REAL)
     np.testing.assert_allclose(-result.losses[-1], exact, rtol=1e-9)
     assert guide.structure.size == 10
-    # One step leads there.
+    # One step reaches the optimum.
     assert len(result.losses) == 1
 
 
@@ -311,7 +311,7 @@ def test_one_process_is_that_of_the_sparse_guide():
 
 
 def centred(x, y=None):
-    # Few inducing values: much of the process is left over.
+    # With few inducing values, much of the process is residual.
     gp = gpaug.GaussianProcess("f", gpaug.kernels.Matern32(0.7, 1.0), COARSE)
     f = gp(x)
     numpyro.deterministic("centred", f - f.mean())
@@ -335,7 +335,7 @@ def test_what_inducing_values_leave_over_is_in_covariances_and_contrasts():
     inner = Kz + cross @ cross.T / 0.09
     exact = K - A.T @ Kx + Kx.T @ np.linalg.solve(inner, Kx)
 
-    # The first calls, in threads: each runs the model.
+    # The first calls run in threads: each runs the model.
     with ThreadPoolExecutor(3) as pool:
         whole = pool.submit(posterior.predict_f, at, site="f", full_covariance=True)
         single = pool.submit(posterior.predict_f, at, site="centred")
@@ -455,7 +455,7 @@ def test_the_table_has_a_row_for_every_entry(counts):
         counts[0]["tau"]
     with pytest.raises(KeyError, match="not among the Gaussian latents"):
         counts[0]["mu"]
-    # Of exponentials, with nothing lost.
+    # Expectations of exponentials are exact.
     assert counts[0].quadrature_errors == {}
 
 
@@ -682,7 +682,7 @@ def test_values_elsewhere_of_a_multivariate_normal_are_refused():
             rate = jnp.exp(f + sum(others.values()))
             numpyro.sample("y", dist.Poisson(rate), obs=y)
 
-    # With more than ten arrays, the order of their numbers is not that of the digits.
+    # With more than ten arrays, the numerical order of their names is not alphabetical.
     x, others = T[:, None], {f"z{i:02}": np.zeros(N) for i in range(10)}
     posterior, _, _ = fitted(model, x, others, COUNTS)
     here = posterior.predict_f(x, others, site="f")

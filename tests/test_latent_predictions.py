@@ -89,7 +89,7 @@ def test_predictions_have_the_shape_of_data(law):
         draws = np.asarray(draws)
         assert found.batch_shape == mean.shape == shape
         np.testing.assert_allclose(draws.mean(0), mean, atol=0.06)
-        # No two of them are the same draw.
+        # Draws of different rows differ.
         middle = draws[0].size // 2
         first, *others = draws.reshape(len(draws), -1).T[middle - 1 : middle + 2]
         apart = [np.corrcoef(first, other)[0, 1] for other in others]
@@ -116,7 +116,7 @@ def test_factors_have_a_density_and_are_not_predicted():
     posterior = fitted(survival, T, TIMES, DIED)
     assert posterior.observed == ("late",)
     assert "left  (20,)  a factor" in str(fitted_guide(survival, T, TIMES, DIED))
-    # Without durations the model does not come to the factor.
+    # Without durations the model does not reach the factor.
     without, given = posterior.predict_f(T, site="eta"), (T, TIMES, DIED)
     np.testing.assert_allclose(
         without.mean, posterior.predict_f(*given, site="left").mean, rtol=1e-4

@@ -113,7 +113,7 @@ def test_hyperparameters_by_stochastic_gradients(data) -> None:
     ],
 )
 def test_indices_that_are_not_the_plates(data, shift, message) -> None:
-    # A new guide: one that has read the model with other indices checks less.
+    # A new guide: an old one has read the model with other indices, and checks less.
     svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model))
     X, Y = data
     with pytest.raises(ValueError, match=message):

@@ -100,7 +100,7 @@ def test_a_latent_may_have_the_name_of_the_joint_gaussian() -> None:
     posterior = svi.posterior(fit)
     assert posterior.values["latents"] == fit.params["latents_auto_loc"]
     assert posterior["effect"].mean.shape == (GROUPS,)
-    # Two params of one name otherwise.
+    # Two params would have one name.
     dense = gpaug.AutoLatentGaussian(model, covariance="dense")
     with pytest.raises(ValueError, match="'latents' would share .*_auto_loc'.* rename"):
         dense.setup(*args)

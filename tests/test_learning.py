@@ -132,7 +132,7 @@ def test_directions_are_those_of_the_recursion_of_l_bfgs(x64) -> None:
         memory = memory.added(jnp.asarray(point), jnp.asarray(gradient))
         expected, state = other.update(-gradient, state, point)
         np.testing.assert_allclose(memory.direction(), -expected, rtol=1e-9)
-    # Nothing known: along the gradient.
+    # Without memory: along the gradient.
     again = memory.forgotten(jnp.array(True)).added(points[0], gradients[0])
     length = np.linalg.norm(gradients[0])
     np.testing.assert_allclose(again.direction(), gradients[0] / max(length, 1))
@@ -159,7 +159,7 @@ def test_a_search_finds_the_maximum(x64, fn, start, evaluations) -> None:
 
 def test_noise_is_told_from_curvature(x64) -> None:
     @jax.custom_jvp
-    def noisy(z):  # known to .1 only; its slopes are known better
+    def noisy(z):  # known to .1 only; its slopes are more accurate
         return rosenbrock(z) + 0.05 * jnp.sin(1e9 * z.sum())
 
     @noisy.defjvp
@@ -172,7 +172,7 @@ def test_noise_is_told_from_curvature(x64) -> None:
     assert float(rosenbrock(hyper.values["z"])) > -0.5
     exact, *_ = climb(rosenbrock, start, 200)
     assert exact[-1] > -1e-6
-    # Where it is known how noisy, falls are taken, but never far below the best.
+    # With a known noise level, decreases are accepted, but never far below the best.
     bests, kept, hyper = climb(noisy, start, 120, unresolved=0.1)
     below = np.maximum.accumulate(kept) - kept
     assert 0.01 < below.max() < 0.2
@@ -187,7 +187,7 @@ def test_noise_is_told_from_curvature(x64) -> None:
 
 def test_a_search_ends_where_known_curvature_promises_nothing(x64) -> None:
     start = [-1.2, 1.0, 0.3, -0.7, 2.0]
-    # Of few points curvature is not known, however little they promise.
+    # Few points do not determine the curvature, however little they promise.
     *_, early = climb(rosenbrock, start, 5)
     assert quasi_newton.patience(early, 1e6) == quasi_newton.PATIENCE
     bounds, _, hyper = climb(rosenbrock, start, 120)
@@ -287,7 +287,7 @@ def test_the_search_begins_at_the_best_of_the_first_order_phase(x64) -> None:
     assert seen[-1] == max(seen) > seen[-2]
     assert first_order.PATIENCE < len(seen) < first_order.STEPS
     assert hyper.optim_state.memory.number == 1
-    # Where there is no bound the phase is over.
+    # A bound that is not finite ends the phase.
     lost = jax.jit(quasi_newton.refused)(
         hyper._replace(optim_state=search), 1.0, jnp.nan, 0.0, 1.0
     )
@@ -354,7 +354,7 @@ def test_regression_reaches_the_marginal_likelihoods_maximum(x64) -> None:
         *map(result.params.get, ("variance", "scale_auto_loc")),
     ]
     np.testing.assert_allclose(np.log(found), reference.x, atol=0.05)
-    # What rounding leaves of residual variances, times the slopes of the bound in them.
+    # The rounding error of residual variances, times the bound's slopes in them.
     *_, variance, scale = found
     unresolved = np.finfo(float).eps * 40**0.5 * 40 * variance / (2 * scale**2)
     seen = result.state.hyper.optim_state.unresolved
@@ -404,7 +404,8 @@ def test_several_latents_settle_in_float32_as_in_float64(monkeypatch) -> None:
             numpyro.sample("y", dist.Categorical(logits=gp(X)), obs=y)
 
     found = fitter(ordered).run(KEY, 1, X, y, progress_bar=False)
-    # By a run in float64, of data rounded to float32; 107.7943 before.
+    # From a run in float64 on data rounded to float32; before the mend the loss was
+    # 107.7943.
     np.testing.assert_allclose(found.losses, 107.7872, atol=2.5e-3)
 
 
@@ -482,11 +483,11 @@ def test_inputs_in_other_units_than_the_lengthscale_are_named(
     with pytest.warns(UserWarning, match=constant) as seen:
         result = run(svi, np.float32(1e-3) * X, y)
     assert len(seen) == 1
-    # A run that goes on from another did not begin there.
+    # A continued run did not begin at these values.
     run(svi, np.float32(1e-3) * X, y, steps=1, init_state=result.state)
-    # Who fixes the lengthscale has said where it is to be.
+    # A user who fixes the lengthscale has chosen it.
     run(fixed, X, y, lengthscale=jnp.float32(1e3), variance=jnp.float32(1))
-    # Of labels that are all one nothing but a constant is to be found.
+    # If all labels are one, only a constant can be found.
     found = run(svi, X, np.ones_like(y))
     assert not recwarn.list
     assert found.state.unreached["f"] > reach.MOST_UNREACHED
@@ -498,7 +499,7 @@ def test_units_beside_a_joint_gaussian(learnt, recwarn) -> None:
     joint = gpaug.ConjugateSVI(classifier, gpaug.AutoLatentGaussian(classifier))
     with pytest.warns(UserWarning, match=UNITS.format("equal at all rows")):
         run(joint, np.float32(1e-3) * X, y, steps=3)
-    # A trend is what a long lengthscale with a large variance is to find.
+    # A long lengthscale with a large variance is a trend.
     unlike = {"lengthscale": jnp.float32(1e3), "variance": jnp.float32(1e6)}
     run(joint, X, y, steps=3, init_params=unlike)
     assert not recwarn.list
@@ -518,9 +519,9 @@ def diagnosed(kernel, X, Z):
     ("lengthscale", "more", "rows", "found"),
     [
         (1e-4, 0.0, 1, reach.APART),
-        (1e-4, 0.0, 4, None),  # of few groups
+        (1e-4, 0.0, 4, None),  # few groups
         (1.5, 0.0, 1, None),
-        (1.5, 1e3, 1, None),  # a constant beside
+        (1.5, 1e3, 1, None),  # with a constant kernel added
         (1e3, 0.0, 1, reach.ALIKE),
     ],
 )
@@ -552,7 +553,7 @@ def test_what_is_diagnosed_and_what_is_not() -> None:
 
 def test_a_bound_that_falls_on_minibatches_is_seen_and_undone() -> None:
     X, y, _ = data(200)
-    downhill = optax.sgd(-1e-4)  # what runs away: descent on the bound
+    downhill = optax.sgd(-1e-4)  # it diverges: descent on the bound
     svi = fitter(regression, downhill)
     with pytest.warns(UserWarning, match="made the bound fall: at step"):
         result = run(svi, X, y, batch_size=20, steps=800)
@@ -568,9 +569,9 @@ def test_a_bound_that_falls_on_minibatches_is_seen_and_undone() -> None:
         state = part.state
         losses.append(svi.evaluate(state, X, y))
         largest = max(abs(u).max() for u in jax.tree.leaves(state.hyper.update))
-        # The step size of the posterior in the last step.
+        # Divided by the posterior's step size in the last step.
         pending.append(largest / (20 + float(state.step) - 1) ** -0.6)
-    # Updates are cut to half of it, and these are larger.
+    # Updates are cut to half the step size, and these would be larger.
     assert max(pending) == pytest.approx(0.5, rel=1e-5)
     kept = svi.evaluate(result.state, X, y)
     assert kept < min(losses) + 0.5 * (losses[-1] - min(losses))
@@ -585,7 +586,7 @@ def counts(X, y=None, *, inducing, batch_size=None):
         numpyro.sample("y", dist.Poisson(jnp.exp(f)), obs=None if y is None else y[i])
 
 
-@pytest.mark.slow  # a defect once found
+@pytest.mark.slow  # a former defect
 def test_steps_on_batches_that_overshoot_are_halved() -> None:
     """From the prior, whose rates are near 1, a sixth of the way to counts of hundreds
     leads to rates that are not finite."""

@@ -18,7 +18,7 @@ KEY = jax.random.key(0)
 pytestmark = pytest.mark.usefixtures("x64")
 X, LABELS = toy(40, dtype=np.float64)
 VALUES = np.sin(2 * X[:, 0]) + 0.5 * np.random.default_rng(1).normal(size=40)
-# Fewer than rows: what they leave open of a function value is in no factor.
+# Fewer than rows: the residual of a function value is in no factor.
 Z = X[:12]
 
 
@@ -54,7 +54,7 @@ def test_it_is_exact_for_normal_likelihoods() -> None:
     np.testing.assert_allclose(streamed.log_prob(VALUES), left_out, atol=1e-10)
 
 
-@pytest.mark.slow  # of a joint Gaussian it is quick below
+@pytest.mark.slow  # the quick test below has a joint Gaussian
 def test_it_is_near_for_labels() -> None:
     rows = np.arange(0, 40, 8)
     posterior = fitted(classifier, X, LABELS)

@@ -43,7 +43,7 @@ def cast(link: PiecewiseLink, dtype: str) -> PiecewiseLink:
     return link.with_heights(link.heights.astype(dtype))
 
 
-# Name: the latents' shape, the likelihood of latents, an observation.
+# By name: the latents' shape, the likelihood given latents, an observation.
 CASES = {
     "bernoulli": (
         lambda f, t: gpaug.PiecewiseBernoulli(f["f"], cast(PROBABILITY, t)),
@@ -330,7 +330,7 @@ def test_closed_form_posterior_of_heights(x64) -> None:
     p = np.array(golden["P"])
     y, prior = jnp.array(golden["y"]), jnp.array(golden["prior_mean"])
     scale = golden["noise_var"] ** 0.5
-    # Gaussians that have these cell probabilities on edges of -1 and 1.
+    # Gaussians with these cell probabilities at edges -1 and 1.
     low, high = norm.ppf(p[:, 0]), norm.ppf(p[:, 0] + p[:, 1])
     s = jnp.array(2 / (high - low))
     m = -1 - s * jnp.array(low)
@@ -381,7 +381,7 @@ def bound_by_gradients(X, y, kwargs):
     )
     start = jax.jit(lambda: stock.init(KEY, X, y, **kwargs))()
     found = stock.run(KEY, 3000, X, y, init_state=start, progress_bar=False, **kwargs)
-    # A learning rate that does not decay leaves some noise.
+    # A constant learning rate leaves some noise.
     return np.min(found.losses[-200:])
 
 
@@ -397,7 +397,8 @@ def test_heights_with_a_prior_through_both_routes(x64, gradients: bool) -> None:
     if gradients:
         loss = bound_by_gradients(X, y, kwargs)
         np.testing.assert_allclose(result.losses[-1], loss, atol=0.3)
-    # At rest the heights are at their closed-form posterior given f and the scale.
+    # At the optimum the heights are at their closed-form posterior given f and the
+    # scale.
     values = svi.posterior(result).predict_f(X)
     start = PiecewiseLink.from_function(lambda f: f, 12, -2.5, 2.5)
     p = jax.jit(start.cell_probabilities)(values.mean, values.variance)

@@ -236,7 +236,7 @@ def test_draws_share_their_latents(x64) -> None:
     flat = np.cov(draws.reshape(100_000, -1).T).reshape(5, 4, 5, 4)
     for k in range(4):
         np.testing.assert_allclose(flat[:, k, :, k], f.variance[k], atol=0.06)
-    # Between outputs: Phi diag(s) Phi', which is not diagonal.
+    # The covariance between outputs is Phi diag(s) Phi', which is not diagonal.
     between = flat[np.arange(5), :, np.arange(5), :]
     cover = np.linalg.inv(np.asarray(result.params["f.v_auto_precision"]))
     factor = np.linalg.cholesky(covariance_of(known["Z"], known["Z"]))

@@ -101,7 +101,7 @@ def fitter(updates="auto", optim=None, m_step=("theta",)):
 
 CASES = [(name, "auto") for name in LIKELIHOODS]
 CASES += [(name, "augmented") for name in AUGMENTED]
-# Quick: up to a factor, and on the augmented bound.
+# Quick cases: up to a factor, and on the augmented bound.
 QUICK = [("factor", "auto"), ("poisson", "augmented")]
 
 

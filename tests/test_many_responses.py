@@ -55,7 +55,7 @@ def fitted():
     with jax.enable_x64(True):
         svi, (x, subject, exposure, y) = fitter(), genes()
         subjects = np.stack([subject] * GENES)
-        # A count between two others has a density, but no place in the support.
+        # A count of one half has a density, but is outside the support.
         exposure[1, 3], subjects[2, 0], y[4, 5] = np.nan, SUBJECTS, 0.5
         with pytest.warns(UserWarning, match="3 of 6 fits did not converge"):
             fits = svi.run_many(

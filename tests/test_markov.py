@@ -25,11 +25,11 @@ from numpyro_gpaug.model.latents import GaussianSite, Grouping
 from numpyro_gpaug.model.latents import Structure as ModelStructure
 from tests.conftest import enable_x64
 
-# Unsorted, some of them equal; steps from 1e-12 to 10 lengthscales and more.
+# Unsorted times, some of them equal; steps from 1e-12 to over 10 lengthscales.
 TIMES = np.array(
     [2e-12, 0.3, 0.0, 1e-12, 1e-4, 2e-4, 1e-4, 0.011, 0.01, 3.0, 13.0, 3.0, 40.0, 0.3]
 )
-# At given times, between them, before the first and after the last.
+# New times: at given ones, between them, before the first and after the last.
 NEW = np.array([1e-4, 13.0, -2.0, 1.5e-12, 1.7e-4, 0.5, 0.7, 2.9999, 12.0, 41.0, 90.0])
 
 KERNELS = {

@@ -279,8 +279,8 @@ def test_exact_sites_rise_to_a_stationary_point(x64, likelihood) -> None:
     svi = gpaug.ConjugateSVI(classifier, gpaug.AutoSparseGP(classifier), None)
     result = run(svi, X, y, 150, likelihood)
     assert np.diff(result.losses[1:]).max() < 1e-8
-    # At the optimum the mean of v is the pull of the likelihood's slopes: compare with
-    # an independent gradient of the bound.
+    # At the optimum the mean of v is the product of the map with the likelihood's
+    # slopes: compare with an independent gradient of the bound.
     f = svi.posterior(result).predict_f(X)
 
     def total(m, v):
@@ -294,7 +294,7 @@ def test_exact_sites_rise_to_a_stationary_point(x64, likelihood) -> None:
     probs = np.asarray(svi.posterior(result).predict_y(X).probs)
     np.testing.assert_allclose(probs.sum(-1), 1, atol=1e-9)
     assert (probs.argmax(-1) == y).mean() > 0.75
-    # Without one of the classes, by what is compiled already.
+    # One class is absent; the program is already compiled.
     result = run(svi, X, np.where(y == 2, 0, y), 10, likelihood)
     probs = np.asarray(svi.posterior(result).predict_y(X).probs)
     assert np.isfinite(probs).all()
@@ -335,7 +335,7 @@ def test_the_distribution_is_a_numpyro_citizen() -> None:
     np.testing.assert_allclose(batched, pairs[0][0], rtol=1e-6)
     counts = np.stack([(np.asarray(draws) == k).mean(0) for k in range(3)], -1)
     np.testing.assert_allclose(counts, pairs[1][0], atol=0.02)
-    # Through the compiled function the distribution came out as it went in.
+    # The distribution passes through the compiled function unchanged.
     np.testing.assert_array_equal(d.logits, f)
     assert d.expand((4, 2)).batch_shape == (4, 2)
     assert d.enumerate_support().shape == (3, 2)

@@ -266,7 +266,7 @@ def test_epochs_repeat_and_differ():
 
 @pytest.mark.parametrize("limit", [5, 9, 10])
 def test_all_sets_are_equally_likely(limit):
-    # Sorted keys are used below 2 x 3, rejection from there on.
+    # Below 2 x 3 keys are sorted; from there on rejection is used.
     size, repeats = 3, 60_000
     rng = np.random.default_rng(1)
     drawn = _sampling.distinct_integers(rng, np.full(repeats, limit), size)
@@ -422,7 +422,7 @@ def test_prefetch_does_not_wait_for_ever():
     assert next(iterator) == 1
     with pytest.raises(TimeoutError, match=r"within 0\.2 seconds \(timeout=0\.2\)"):
         next(iterator)
-    # Python does not wait for it in the end.
+    # Python exits without waiting for the thread.
     assert [x.daemon for x in set(threading.enumerate()) - before] == [True]
     for timeout in (0, -1.0, np.nan, np.inf):
         with pytest.raises(ValueError, match="timeout must be a number of seconds"):

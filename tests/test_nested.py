@@ -278,8 +278,8 @@ def test_the_evidence_of_a_normal_model_against_a_grid(of_normal):
     assert error < 0.03
     assert abs(found["log_evidence"] - expected) < 4 * error
     assert found["khat"] < 0.5
-    # Given hyperparameters nothing is approximated but what lies between those at which
-    # the Gaussian was found: all draws of one weigh nearly the same.
+    # Given hyperparameters the only error is the interpolation between points with
+    # known Gaussians: all draws at one point weigh nearly the same.
     run = of_normal._run.weighted
     spread = np.ptp(run.log_ratios, axis=1)
     assert np.exp(run.log_weights).sum(1) @ spread < 0.02
@@ -421,7 +421,7 @@ def test_draws_have_all_sites_in_their_shapes(of_counts):
     weights = np.exp(of_counts.get_extra_fields()["log_weights"])
     np.testing.assert_allclose(weights.sum(), 1, rtol=1e-9)
     assert weighted["a"].shape == (*weights.shape, G)
-    # Equally weighted ones are resampled from these.
+    # Equally weighted draws are resampled from these.
     np.testing.assert_allclose(
         draws["a"].mean(0), weights @ np.asarray(weighted["a"]), atol=0.1
     )
@@ -576,7 +576,7 @@ def test_two_modes_of_a_latent_are_both_found():
     np.testing.assert_allclose(row["sd"], deviation, rtol=0.1)
     assert found.certified
     assert "2 modes of the latents found by" in " ".join(repr(found).split())
-    # Predictions are mixtures of both, each a Gaussian.
+    # Predictions are mixtures of both modes, each a Gaussian.
     u = found.posterior()["u"]
     np.testing.assert_allclose(u.mean, [mean], atol=0.1 * deviation)
     np.testing.assert_allclose(np.sqrt(u.variance), [deviation], rtol=0.1)
@@ -634,10 +634,10 @@ def test_uneven_weights_are_reported_and_corrected(monkeypatch, capsys, warmup, 
     assert "The draws are from NUTS on the whitened model" in printed
     assert "divergences" in printed
     assert "NUTS from the draws" in chains.get_extra_fields()["seconds"]
-    # Chains move: draws at one point would be worth one draw of it.
+    # Chains move: draws at one point would be worth a single draw.
     assert chains.summary()["n_eff"].min() > 5
     assert not chains.certified
-    # Of one datum at a time the posterior is a skewed normal, averaged over tau.
+    # With one datum the posterior is a skewed normal, averaged over tau.
     scale = 10 + np.asarray(draws["tau"]).mean()
     a = np.linspace(-90, 90, 4001)
     weights = special.softmax(stats.norm(0, scale).logpdf(a) - np.logaddexp(0, -a))
@@ -660,7 +660,7 @@ def test_what_cannot_be_evaluated_voids_the_certificate():
     fields = found.get_extra_fields()
     assert fields["failures"] > 0
     assert 0.1 < fields["loss"] < 0.9
-    # Draws that are no numbers count for nothing.
+    # Draws that are NaN have no weight.
     table = found.summary()
     assert np.isfinite(table.to_numpy()).all()
     tau = np.asarray(found.get_samples()["tau"])
@@ -698,7 +698,7 @@ def test_whole_runs_are_calibrated():
     ranks = {"tau": [], "level": [], "a": []}
     for i in range(runs):
         with warnings.catch_warnings():
-            # Of 128 points k-hat is noisy; what it warns of counts as well.
+            # With 128 points k-hat is noisy; runs that warn count as well.
             warnings.filterwarnings("ignore", "k-hat")
             engine.run(jax.random.key(i), GROUP, np.asarray(prior["y"][i]))
         draws = engine.get_samples()
@@ -813,7 +813,7 @@ def test_a_gaussian_starts_from_the_nearest_one_or_anew(lost):
 
         def evaluate(self, points, start, arrays, *, gradient):
             tried.append(float(start.factors[0, 0]))
-            # Far out no factors of others will do.
+            # Far out, factors of other points are wrong.
             wrong = points[0, 0] > 9 and start.known.any()
             bound = np.array([lost if wrong else 1.0])
             zero, factors = np.zeros(1), np.repeat(points, 2, 1)
@@ -823,7 +823,7 @@ def test_a_gaussian_starts_from_the_nearest_one_or_anew(lost):
     values = [drawer.evaluate(np.array([x]))[0] for x in (0.0, 1.0, 0.4, 10.0)]
     np.testing.assert_array_equal(tried, [0.0, 0.0, 0.0, 1.0, np.nan])
     assert values == [1.0] * 4
-    # What led nowhere is no start for others.
+    # A failed point is not a start for others.
     np.testing.assert_array_equal(drawer.known.at(np.array([[9.9]]))[0], [[10.0] * 2])
 
 
@@ -836,7 +836,7 @@ def test_factors_between_those_known_and_far_from_them():
         return np.stack([np.sin(x[:, 0]) * x[:, 1], np.exp(x[:, 0])], 1)
 
     known.add(points, factors(points))
-    # Two that are nearly one would make the equations singular.
+    # Two nearly equal points would make the equations singular.
     known.add(points[:1] + 1e-9, factors(points[:1]) + 1)
     known.learn()
     inside, outside = 0.8 * rng.uniform(-1, 1, (40, 2)), np.array([[300.0, 0.0]])
@@ -1011,7 +1011,7 @@ def test_khat_knows_tails():
     for shape in (0.3, 1.0):
         found = weighted(-shape * np.log(uniform)).khat
         np.testing.assert_allclose(found, shape, atol=0.15)
-    # Nearly even weights have no tail that matters, whatever its shape.
+    # If weights are nearly equal, the shape of their tail does not matter.
     assert weighted(1e-3 * -2 * np.log(uniform)).certified
 
 
@@ -1076,7 +1076,7 @@ def test_weights_that_tie_are_left_alone():
         expected = ratios - special.logsumexp(ratios)
         np.testing.assert_allclose(found.log_weights, expected, atol=0.02)
         assert np.isfinite(found.khat)
-    # Large ones that tie have no tail to be smoothed by, and stay about what they were.
+    # Equal large weights have no tail to smooth, and stay about the same.
     ratios = np.where(np.arange(400) % 8 == 0, 2.5, 0.0)[:, None] * np.ones((1, 2))
     found = np.exp(weighted(ratios).log_weights)
     expected = np.exp(ratios - special.logsumexp(ratios))
@@ -1092,7 +1092,7 @@ def test_small_matrices_take_one_thread():
             with threads_for(size):
                 assert threads() == expected
         assert threads() == {2}
-        # Those of two threads overlap: whoever leaves last lifts the limit.
+        # The limits of two threads overlap: the last to leave lifts the limit.
         first, second = threads_for(10), threads_for(10)
         first.__enter__()
         second.__enter__()
@@ -1128,7 +1128,7 @@ def test_arguments_are_checked():
         kernel.run(key, GROUP, COUNTS - 5)
     with pytest.raises(ValueError, match="'a' has 4 members"):
         kernel.run(key, GROUP + 1, COUNTS)
-    # Data of shapes that were seen are checked as the first were.
+    # Data of known shapes are checked, too.
     kernel.run(key, GROUP, COUNTS)
     with pytest.raises(ValueError, match="'y'.*outside the support"):
         kernel.run(key, GROUP, COUNTS - 5)

@@ -151,7 +151,7 @@ def test_candidates_have_the_density_that_is_said(each, number):
     np.testing.assert_allclose(weights.mean(), 1, rtol=0.01)
     products = np.einsum("jgr,jgs,jg->rs", own, own, weights) / weights.size
     np.testing.assert_allclose(products, np.eye(each), atol=0.04)
-    # As precise as a lattice is: of one number a hundred times as a single weight.
+    # A lattice rule has this variance: for one number far below that of chance.
     assert np.log(weights.mean(0)).var() < (1e-4 if each == 1 else 0.05 * each)
 
 
@@ -201,7 +201,7 @@ def test_corners_share_draws_evenly():
 
 def test_corners_move_only_where_their_mean_is_sure():
     corner = RNG.normal(size=(200, 2, 2))
-    log_weights = corner[..., 0] - 0.5  # of a normal that is one further along
+    log_weights = corner[..., 0] - 0.5  # for a normal with its mean moved by one
     found = corner_mean(corner, log_weights)
     np.testing.assert_allclose(found, [1, 0], atol=0.25)
     assert found[1] == 0

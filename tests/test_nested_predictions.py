@@ -25,7 +25,7 @@ from tests.test_nested import (
     poisson,
 )
 
-NEW = np.array([0, 3, G])  # two groups of the fit, and one that it had not
+NEW = np.array([0, 3, G])  # two groups of the fit, and a new one
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ def test_draws_of_a_collapsed_model_predict_and_draw_latents(of_normal):
     np.testing.assert_allclose(draws["a"].mean(0), mean[:G], atol=0.06)
     np.testing.assert_allclose(np.cov(draws["a"].T), cover[:G, :G], atol=0.03)
 
-    # Of the same draws of hyperparameters the weighted run says the same.
+    # With the same draws of hyperparameters, the weighted run agrees.
     samples = of_normal.get_samples()
     ours = collapsed.posterior(samples, GROUP, REAL, num_points=100).summary()
     theirs = of_normal.posterior().summary()
@@ -187,7 +187,7 @@ def test_systematic_samples_have_the_moments():
     log_weights[:10] = -np.inf
     chosen, even = stratified(points, log_weights, 64, rng)
     np.testing.assert_allclose(even, -np.log(64))
-    # By strata along the first axis, by chance along the second.
+    # Strata along the first axis, chance along the second.
     weights = special.softmax(log_weights)
     off = chosen.mean(0) - weights @ points
     assert abs(off[0]) < 0.15
@@ -277,7 +277,7 @@ def test_a_process_at_new_inputs_against_its_draws():
     expected = predictive(jax.random.key(2), INPUTS, Z=Z)["y"].mean(0)
     law = posterior.predict_y(INPUTS)
     np.testing.assert_allclose(law.probs, expected, atol=0.06)
-    # Inducing values are whitened: no table has them.
+    # Inducing values are whitened, and no table shows them.
     assert list(run.summary().index) == ["length", "scale"]
     assert set(run.get_samples()) > {"f.v", "f"}
 

@@ -99,7 +99,7 @@ def test_all_numbers_of_rows_from_two_programs_of_each_kind() -> None:
         found = posterior.sample(KEY, *rows, sample_shape=(3,))
         close(found, draws[:, :num])
     assert compilations("_answer") - before[0] == 10
-    # Those of observed and of new data.
+    # Checks of observed and of new data.
     assert compilations("checks") - before[1] <= 6
 
 

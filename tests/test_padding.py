@@ -58,7 +58,7 @@ def weights(X, y=None, *, inducing):
 
 
 def centred_outside(X, y=None, *, inducing):
-    # The largest of repeated rows is the largest; and data may be looked up by row.
+    # Repeated rows have the same maximum, and data may be looked up by row.
     X = X / jnp.abs(X).max(0)
     offset = jnp.asarray(GROUPS)[jnp.clip(jnp.int32(X[:, 0] * 5), 0, 4)]
     f = of_gp(X, inducing=inducing) + offset
@@ -169,7 +169,7 @@ def test_data_of_similar_size_share_programs_and_give_what_each_gives_alone(
     before, calls = compilations(svi), len(CALLS)
     found = fitted(svi, 13)
     assert compilations(svi) == before
-    assert len(CALLS) <= calls + 1  # the proof
+    assert len(CALLS) <= calls + 1  # at most one further trace of the model
     params, losses = alone(svi, 13)
     np.testing.assert_allclose(found.losses[-1], losses[-1], rtol=2e-5)
     for name, value in params.items():

@@ -24,11 +24,12 @@ SHAPES = (0.05, 0.3, 1.0, 1.5, 4.0, 10.0, 30.0, 1000.0)
 TILTS = (0.0, 0.5, 4.0, 50.0, 1000.0)
 GRID = [(b, c) for b in SHAPES for c in TILTS]
 POINTS = (0.3, 1.0, 3.0)
-# Per cell a distance and the transform at every point, in two precisions, for each of
-# the three ways to draw.
+# Tests: for each cell a distance and the transform at every point, in two precisions,
+# for three ways to draw.
 LEVEL = 0.01 / (len(GRID) * (1 + len(POINTS)) * 2 * 3)
 FEWER, FEW, MANY = 20_000, 100_000, 1_000_000
-# A bias that must not pass; as many times the Monte Carlo error in few draws.
+# A bias that must be detected; with few draws, one as many times their Monte Carlo
+# error.
 BIAS = {FEWER: 1.025, FEW: 1.01, MANY: 1.01}
 
 
@@ -100,7 +101,7 @@ def test_draws_follow_the_law(dtype, draws, num):
     x = draws(dtype, num)
     score = [excess(x[:, i], *cell) for i, cell in enumerate(GRID)]
     assert max(score) < 1, sorted(zip(score, GRID, strict=True))[-3:]
-    # The bias must not pass: in the cells where so many draws can tell.
+    # The bias is detected in all cells where so many draws suffice.
     biased = [excess(BIAS[num] * x[:, i], *cell) for i, cell in enumerate(GRID)]
     missed = [cell for s, cell in zip(biased, GRID, strict=True) if s < 1]
     allowed = () if num == MANY else (0.05, 0.3, 1.0, 1.5, 4.0)
@@ -198,7 +199,7 @@ def test_paths_agree(size):
     np.testing.assert_array_equal(known, reference)
     traced = jax.jit(lambda b, c: PolyaGamma(b, c).sample(key))
     other = traced(shapes.astype("float32"), c)
-    # Rounding may turn an acceptance.
+    # Rounding may change an acceptance.
     assert np.mean(np.isclose(other, reference, rtol=1e-5)) > 0.998
 
 

@@ -230,7 +230,7 @@ def test_gradients_match_finite_differences(x64):
         up[i], down[i] = point[i] + step, point[i] - step
         numeric = (value(*up) - value(*down)) / (up[i] - down[i])
         scale = np.maximum(np.abs(numeric), np.maximum(1.0, 1 / point[1]))
-        # What rounding of the two values leaves of the difference.
+        # The rounding error of the difference.
         noise = 4e-14 * np.maximum(1.0, np.abs(value(*point))) / step
         assert np.all(np.abs(exact[i] - numeric) < 3e-8 * scale + noise)
 
@@ -277,7 +277,7 @@ def test_sampler_is_deterministic_and_follows_shapes(dtype):
     assert np.all(draws != others)
     assert jax.eval_shape(law.log_prob, draws).shape == (4, 2, 3)
     assert np.isfinite(log_prob(draws, b, c)).all()
-    # Where rejections never happen c = 1e3 concentrates on b / (2c).
+    # At c = 1e3 draws are never rejected, and concentrate at b / (2c).
     np.testing.assert_allclose(draws[..., 2] * 1000, [[0.5, 1.0]] * 4, rtol=0.2)
 
 

@@ -128,7 +128,7 @@ def test_any_number_of_rows_costs_one_compilation_each(monkeypatch) -> None:
         assert posterior.predict_y(new, batch_size=16).batch_shape == (rows,)
         assert posterior.predict_f(new, batch_size=16).mean.shape == (rows,)
     assert compilations("_answer") - before == 2
-    # The structures of both answers, for the first number of rows alone.
+    # The structures of both answers are traced once, at the first number of rows.
     assert len(traced) == 2
 
 
@@ -140,12 +140,12 @@ def test_save_and_load_predict_the_same(tmp_path) -> None:
     new = toy(11, seed=2)[0]
     probs = posterior.predict_y(new).probs
     np.testing.assert_array_equal(loaded.predict_y(new).probs, probs)
-    # The hyperparameters are those of the params, not those the model starts from.
+    # Hyperparameters come from the params, not from the model's initial values.
     assert np.abs(probs - by_hand(classifier).predict_y(new).probs).max() > 0.01
     with np.load(path, allow_pickle=False) as archive:
         total = sum(v.size for k, v in archive.items() if k != "meta")
         assert not any(v.dtype == object for v in archive.values())
-    # Only M-sized things: no training data.
+    # The file contains arrays of size M, and no training data.
     assert total < 12 * 12 + 12 * 2 + 2 * 12 + 10
 
 
@@ -263,7 +263,7 @@ def test_predictions_average_over_draws_of_another_guide(tmp_path) -> None:
     np.testing.assert_allclose(f.mean, means.mean(0), atol=1e-7)
     total = variances.mean(0) + means.var(0)
     np.testing.assert_allclose(f.variance, total, atol=1e-7)
-    # The draws are those of the guide: by quadrature over it, and not at its median.
+    # The draws average over the guide: by quadrature, not at its median.
     nodes, weights = np.polynomial.hermite_e.hermegauss(30)
     each = np.array([at(np.exp(0.1 + spread * x))[0] for x in nodes])
     mean = weights / weights.sum() @ each

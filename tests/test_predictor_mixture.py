@@ -14,13 +14,13 @@ from numpyro_gpaug.distributions.predictor_mixture import PredictorMixture
 from tests.conftest import slow
 
 LAWS: dict[str, Callable[[Any], dist.Distribution]] = {
-    # Made of a gamma distribution.
+    # A mixture by a gamma distribution.
     "negative binomial": lambda m: dist.NegativeBinomial2(jnp.exp(m), 3.0),
     "beta-binomial": lambda m: dist.BetaBinomial(jnp.exp(m), 2.0, 5),
-    # As many cutpoints as data, which are for all data.
+    # As many cutpoints as data, by chance; they are shared by all data.
     "ordinal": lambda m: dist.OrderedLogistic(m, jnp.linspace(-1, 1, 4)),
     "zero-inflated": lambda m: dist.ZeroInflatedPoisson(0.2, rate=jnp.exp(m)),
-    # One scale for all data, which does not say so.
+    # One scale for all data, whose shape does not show it.
     "truncated": lambda m: dist.TruncatedNormal(m, 0.5, low=0.0, high=8.0),
 }
 
@@ -53,7 +53,7 @@ def test_draws_follow_the_probabilities(name: str) -> None:
         found = (draws <= edges[1:4, None]).mean(1)
     # Four standard errors.
     np.testing.assert_allclose(found, expected, atol=4 * np.sqrt(0.25 / 20_000))
-    # Data are at nodes of their own: neighbours are independent.
+    # Every datum draws its own node: neighbours are independent.
     assert np.abs(np.corrcoef(draws.T) - np.eye(4)).max() < 0.035
 
 
@@ -91,7 +91,7 @@ def test_weights_that_differ_between_data() -> None:
     mixture = PredictorMixture(given, weights, treedef, varies, (3,), ())
     one = [
         PredictorMixture(given, w, treedef, varies, (3,), ()) for w in weights.T
-    ]  # each datum with weights of its own
+    ]  # every datum has its own weights
     y = jnp.linspace(-1, 2, 12).reshape(4, 3)
     for name in ("log_prob", "cdf"):
         each = jnp.stack([getattr(m, name)(y)[:, i] for i, m in enumerate(one)], 1)

@@ -94,7 +94,7 @@ def test_trees_have_the_prior_of_what_depends_on_no_other_latent(integrated) -> 
     prior = tree["prior"]
     assert stats.kstest(prior["level"].values.ravel(), "norm", (0, 2)).pvalue > 1e-3
     assert prior["effect"].shape == (1, 1000, 4)
-    # Not the observations: draws that know of no datum are far more spread out.
+    # Prior predictive draws vary far more than the observations.
     assert tree["prior_predictive"]["y"].values.std() > 5 * COUNT.std()
 
 

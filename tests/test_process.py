@@ -292,7 +292,7 @@ def test_predictive_adds_noise_of_the_residual_variance():
     assert residual.min() > 0.01
     assert np.abs((f.mean(0) - mean) / np.sqrt(residual / count)).max() < 5
     assert np.abs(f.var(0) / residual - 1).max() < 5 * np.sqrt(2 / count)
-    # Independent between rows, and the observation sees the same noise.
+    # Noise is independent between rows, and the observation contains the same noise.
     centred = (f - mean) / np.sqrt(residual)
     across = centred.T @ centred / count - np.diag((centred**2).mean(0))
     assert np.abs(across).max() < 5 / np.sqrt(count)

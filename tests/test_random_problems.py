@@ -33,7 +33,7 @@ from tests.random_problems import (
 )
 
 GOLDEN = Path(__file__).parent / "golden" / "random_problems.json"
-# Fits of these take ten times as long as others do: fewer of them.
+# Fits of these take ten times as long, so there are fewer.
 DEAR = ("logistic-softmax", "robust-max")
 
 
@@ -114,7 +114,8 @@ def test_random_problems_in_float32(chosen: Sequence[int]) -> None:
     assert total.number == len(chosen)
     assert total.errors == 0, found
     assert total.not_finite == 0, found
-    # All that are off, whatever for. Of a few, more than their share is chance.
+    # The number of wrong fits, for any reason. Among few problems, chance may exceed
+    # the share.
     assert total.off <= max(len(chosen) // 100, 3), found
 
 

@@ -82,7 +82,7 @@ def test_latents_no_guide_can_take() -> None:
 
     with pytest.raises(gpaug.NotConjugateError, match="'sign' is discrete"):
         run(mixed, X, y)
-    # A label that was not passed in is no such latent.
+    # A label that was not passed is not an unsupported latent.
     guide = gpaug.AutoSparseGP(classifier)
     assert guide.setup(X, inducing=X[:5]).structure.others == ()
     residual = gpaug.with_residual(classifier, "site")
@@ -146,7 +146,7 @@ def test_lists_and_frames() -> None:
     arguments = {"inducing": X[:5]}
     with pytest.raises(TypeError, match="y is a list of 20: pass an array"):
         run(classifier, X, y.tolist(), **arguments)
-    # NUTS takes arrays alone.
+    # NUTS accepts only arrays.
     model, coded = gpaug.collapse(classifier), pandas.Series(y).astype("category")
     with pytest.raises(TypeError, match=r"y is a Series: .*\(y.cat.codes.to_numpy"):
         model(X, coded, **arguments)
@@ -314,7 +314,7 @@ def test_rows_along_another_axis() -> None:
     parts = posterior.predict_y(X[:9], batch_size=4).probs
     assert whole.shape == (3, 9)
     np.testing.assert_allclose(parts, whole, rtol=1e-5)
-    # Of opposite latents, and of one that is like the first.
+    # Opposite latents, and one with the sign of the first.
     np.testing.assert_allclose(whole[0], 1 - whole[1], rtol=1e-4)
     assert ((whole[0] > 0.5) == (whole[2] > 0.5)).all()
 

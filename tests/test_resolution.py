@@ -54,7 +54,7 @@ def run(svi, kind, law, width, **options):
     return svi.run(jax.random.key(0), 50, *data(kind, law), tol=1e-4, **options)
 
 
-# Losses in float64.
+# Losses of fits in float64.
 LOSSES = {
     ("plain", "normal", 1e4): 41.3386,
     ("levels", "normal", 10.0): 30.5450,
@@ -92,7 +92,7 @@ def test_sites_under_wide_priors_are_those_of_exact_algebra(tmp_path):
         np.testing.assert_allclose(b.variance, covariance[0, 0], rtol=1e-2)
         np.testing.assert_allclose(w.mean.sum(), mean[1:].sum(), rtol=1e-3)
         np.testing.assert_allclose(w.variance, np.diag(covariance)[1:], rtol=1e-3)
-    # Draws of the guide are of the same Gaussian.
+    # The guide draws from the same Gaussian.
     given = {"width": np.asarray(width, "float32"), "law": "normal"}
     draws = jax.jit(
         lambda params: svi.guide.sample_posterior(
@@ -101,7 +101,7 @@ def test_sites_under_wide_priors_are_those_of_exact_algebra(tmp_path):
     )(result.params)
     values = draws["b"][:, None] + draws["w"] @ x.T
     assert np.abs(np.asarray(values).mean(0) - design @ mean).max() < 0.1
-    # What was fitted before, in another basis, is still read as it was.
+    # An earlier fit, in another basis, is read correctly.
     np.testing.assert_allclose(svi.posterior(before)["w"].mean, kept, rtol=1e-4)
     with pytest.raises(ValueError, match="another basis of the latents than the guide"):
         run(svi, "plain", "normal", width, init_state=before.state)
@@ -194,7 +194,7 @@ def test_gradients_are_right_where_data_are_far_from_their_prior(far):
     np.testing.assert_allclose(found, expected, rtol=0.02, atol=0.1)
 
 
-# Slopes in float64.
+# Expected slopes are from float64.
 @pytest.mark.parametrize(
     ("log_tau", "noise", "centre", "expected"),
     [(3, 0.1, 100, 349.493), (4, 1, 1000, 5290.04)],
@@ -223,7 +223,7 @@ def test_what_rounded_potentials_lose_is_what_their_means_do():
     )
     off = np.asarray(natural.potential, float) @ np.linalg.inv(sums) - means
     nats = 0.5 * np.einsum("ni,ij,nj->n", off, sums, off)
-    # The error of a number is .3 to .6 of that of the largest of its binade.
+    # The error of a number is .3 to .6 of the largest error in its binade.
     assert 1 < displaced(natural).sum() / nats.sum() < 4
 
 

@@ -219,7 +219,7 @@ def test_same_optimum_as_gradients_and_the_best_epsilon(x64, gradients) -> None:
     closed = run(svi, X, y, 400, **arguments)
     if gradients:
         assert_reached_by_gradients(closed, X, y, arguments)
-    # The bound is that of so many wrong labels among N: epsilon is their share.
+    # Epsilon is the share of wrong labels.
     f = svi.posterior(closed).predict_f(X)
     wrong = 1 - np.mean(jax.jit(argmax_probability)(f.mean, f.variance, y))
     np.testing.assert_allclose(closed.params["epsilon"], wrong, rtol=1e-3)

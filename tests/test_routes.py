@@ -210,7 +210,7 @@ def test_stock_bounds_agree_with_the_analytic_one(num_latents, covariance):
     for loss, draws in zip(kinds, map(np.asarray, draws_of), strict=True):
         error = abs(draws.mean() - expected) / (draws.std() / np.sqrt(len(draws)))
         assert error < 4.5, (type(loss).__name__, error)
-        # The residual of a sparse process is worth many standard errors.
+        # The residual of the sparse process is many standard errors large.
         _, residual = projection(X, kwargs["inducing"])
         assert residual.mean() > 0.1
 

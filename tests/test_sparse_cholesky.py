@@ -284,7 +284,7 @@ def test_separators_are_small():
     assert (depth == 1).sum() <= 40
     sides = np.bincount(code[depth > 0] >> (depth[depth > 0] - 1))
     assert sides.min() >= 0.45 * 1024
-    # No edge joins two parts of one depth.
+    # No edge joins two parts at one depth.
     i, j = rows[apart], columns[apart]
     level = np.minimum(depth[i], depth[j])
     assert ((code[i] >> (depth[i] - level)) == (code[j] >> (depth[j] - level))).all()

@@ -201,12 +201,12 @@ def test_groups_that_are_new_beside_a_field(
     indirect=["dtype"],
 )
 def test_a_sparse_structure_is_a_dense_gaussian(dtype):
-    # A lattice, a node beside one of it, one between two neighbours, and one by itself.
+    # A lattice, a node with one neighbour in it, one with two, and an isolated one.
     i, j = np.nonzero(np.tril(lattice(3)))
     i, j = np.append(i, [9, 10, 10]), np.append(j, [0, 4, 5])
     pattern = Pattern.of(12, i, j)
     entries = np.where(pattern.rows == pattern.columns, 4.0, -0.7)
-    # Three more nodes, and another number that any datum may depend on.
+    # Three more nodes, and another latent that any datum may depend on.
     wider = Pattern.of(15, i, j)
     more = np.where(wider.rows == wider.columns, 4.0, -0.7)
     more[wider.diagonal[12:]] = 1
@@ -272,7 +272,7 @@ def test_fits_belong_to_a_mesh(always_sparse):
     state = svi.init(KEY, PLACES, MESH, COUNTS)
     params = svi.get_params(state)
     posterior = svi.posterior(params, PLACES, MESH, COUNTS)
-    # As many nodes, in another order; and in other places.
+    # A mesh with the same nodes in another order, and one with other places.
     turned = gpaug.spatial.Mesh(MESH.nodes[::-1], MESH.size - 1 - MESH.triangles)
     wider = gpaug.spatial.Mesh(1.5 * MESH.nodes, MESH.triangles)
     for other in (turned, wider):

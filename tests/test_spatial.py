@@ -46,7 +46,7 @@ def test_triangles_around_points_are_well_shaped(points, edge):
     mesh = Mesh.around(points, (inner, outer), offset)
     assert smallest_angle(mesh.nodes, mesh.triangles) > 25
     assert edges(mesh).max() <= outer
-    # One component without holes, and no node is idle.
+    # The mesh is connected, has no holes, and every node belongs to a triangle.
     assert len(np.unique(mesh.triangles)) == mesh.size
     sides = np.sort(mesh.triangles[:, [[0, 1], [1, 2], [2, 0]]].reshape(-1, 2), 1)
     assert mesh.size - len(np.unique(sides, axis=0)) + len(mesh.triangles) == 1
@@ -88,7 +88,7 @@ def test_a_boundary_keeps_correlation_on_land():
     own = rings.nodes[rings.triangles].mean(1)
     assert (polygons.contains(island, own)).any()
     water = polygons.contains(lake, own) & ~polygons.contains(island, own)
-    # Those that contain a point.
+    # Only triangles in the water that contain a point stay.
     assert water.sum() <= len(points)
 
 
@@ -227,7 +227,7 @@ def test_a_field_in_a_model():
 
 def test_a_point_process_integrates_over_its_window():
     mesh = Mesh.around(SQUARE, (0.15, 0.3), 0.4)
-    # A square without a triangle at its right side.
+    # A square minus a triangle at its right side.
     window = np.array([[0, 0], [1, 0], [0.4, 0.5], [1, 1], [0, 1]], float)
     assert polygons.contains(window, np.array([[0.2, 0.5], [0.0, 0.3]])).all()
     assert not polygons.contains(window, np.array([[0.9, 0.5], [-0.1, 0.3]])).any()

@@ -67,7 +67,7 @@ def test_the_model_runs_once_per_purpose() -> None:
     model.since()
     again.predict_y(X[:9])
     assert model.since() == 0
-    # Nothing keeps a model and its programs once its fits are gone.
+    # A model and its programs are freed with its last fit.
     known = weakref.ref(model)
     del model, svi, result, posterior, predict, again
     gc.collect()
@@ -90,7 +90,7 @@ def test_a_posterior_is_that_of_its_own_run(fitted) -> None:
     np.testing.assert_array_equal(svi.posterior(first).predict_y(X).probs, before)
     explicit = svi.posterior(first.params, X, y, inducing=X[:12])
     np.testing.assert_array_equal(explicit.predict_y(X).probs, before)
-    params, state, losses = first  # as NumPyro's SVIRunResult
+    params, state, losses = first  # like NumPyro's SVIRunResult
     assert params is first.params
     assert state is first.state
     assert losses is first.losses
@@ -108,7 +108,7 @@ def test_steps_continue_only_on_the_data_of_their_bound() -> None:
     assert same.bound > state.bound - 1e-3
     other, loss = svi.update(state, X, hard, inducing=X[:5])
     assert other.data != state.data
-    # Accepted: a refused step would repeat the old bound.
+    # The step was accepted: a rejected one repeats the old bound.
     assert -loss < state.bound
     assert other.hyper.scale >= state.hyper.scale
 

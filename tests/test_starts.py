@@ -54,7 +54,7 @@ def test_starts_are_near_the_medians():
     found = jax.jit(jax.vmap(starts(PRIORS, MedianStart)))(keys)
     for name, values in found.items():
         draws = PRIORS[name]().sample(jax.random.key(1), (20_000,))
-        # Of the draws below a start, what its normal says: ndtr(.1 eps).
+        # The share of draws below a start is that of its normal: ndtr(.1 eps).
         below = np.mean(np.asarray(draws)[:, None] < np.asarray(values)[None], 0)
         eps = ndtri(np.clip(below, 1e-3, 1 - 1e-3)) / 0.1
         np.testing.assert_allclose(eps.mean(0), 0, atol=0.4, err_msg=name)

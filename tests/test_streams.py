@@ -94,7 +94,7 @@ def test_a_normal_stream_is_the_posterior_of_all_data(first, tmp_path):
     X, y, Z = data("normal")
     result = run(X, y, Z)
     whole = svi_of("normal").posterior(result)
-    # From a file, as of the posterior itself.
+    # A stream starts equally from a file and from the posterior.
     first.save(tmp_path / "first.npz")
     loaded = gpaug.Posterior.load(tmp_path / "first.npz", svi_of("normal").model)
     stream = streamed(loaded, X[4:], y[4:], 36)
@@ -103,14 +103,14 @@ def test_a_normal_stream_is_the_posterior_of_all_data(first, tmp_path):
             getattr(p.predict_f(X[:50]), name) for p in (stream.posterior, whole)
         )
         np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
-    # Bounds add up; the prior of the hyperparameter, at rest, is in every batch's.
+    # Bounds add up; every batch's contains the prior of the hyperparameter.
     assert len(stream.losses) == 11
     prior = PRIOR.logpdf(result.params["scale_auto_loc"])
     losses = [run(X[:4], y[:4], Z).losses[-1], *stream.losses]
     np.testing.assert_allclose(sum(losses) + 11 * prior, result.losses[-1], rtol=2e-5)
 
 
-@pytest.mark.slow  # of normal data it is exact, quickly
+@pytest.mark.slow  # quick for normal data, where it is exact
 @pytest.mark.parametrize("law", ["bernoulli", "poisson"])
 def test_other_likelihoods_lose_little(law):
     """Of data that go right, and inducing inputs that move with them."""
@@ -128,7 +128,7 @@ def test_other_likelihoods_lose_little(law):
         -p.predict_y(new).log_prob(y_new).mean() for p in (stream.posterior, whole)
     ]
     assert abs(losses[0] - losses[1]) < 0.005
-    # Not the same: factors of old data are those of the posterior of their time.
+    # They differ slightly: factors of old data belong to the posterior of their time.
     assert losses[0] != losses[1]
 
 
@@ -138,7 +138,7 @@ def test_what_drifts_is_followed_by_forgetting(first):
     noise = 0.3 * np.random.default_rng(1).normal(size=400)
     y = 2 * np.sin(X[:, 0] + phase) + noise
     now = 2 * np.sin(X[:, 0] + np.pi)
-    # Without forgetting a stream is the posterior of all data.
+    # Without forgetting, a stream has the posterior of all data.
     stream = streamed(first, X[4:], y[4:], 36, forgetting=0.6)
     errors = [
         np.sqrt(np.mean((np.asarray(p.predict_f(X).mean) - now) ** 2))
@@ -168,7 +168,7 @@ def test_hyperparameters_that_are_tracked():
             for p in (stream.posterior, of_both)
         )
         np.testing.assert_allclose(found, expected, atol=5e-4 * abs(expected).max())
-    # The bound of a batch is the difference, and no others near by are better.
+    # A batch's bound is the difference, and the highest near by.
     before = run(X[:4], y[:4], Z, scale=0.1).losses[-1] + PRIOR.logpdf(0.1)
     np.testing.assert_allclose(before + stream.losses[-1], both.losses[-1], atol=0.02)
     for name, value in learnt.items():
@@ -219,7 +219,7 @@ def test_inducing_inputs_may_be_added_and_come_in_another_order(first):
     y = np.append(y[:4], np.sin(np.arange(12))).astype("f")
     stream = gpaug.Stream(first, share)
     noise = np.full(4, 0.09)
-    # They are remembered.
+    # The stream keeps the added inducing inputs.
     for end, how in ((10, {"Z": added}), (16, {})):
         start = len(noise)
         old, new = slice(start), slice(start, end)
@@ -227,7 +227,7 @@ def test_inducing_inputs_may_be_added_and_come_in_another_order(first):
         noise = noise / share
         mean, covariance = conditional(X[old], y[old], noise, X[new], scale)
         density = stats.multivariate_normal(mean, covariance + 0.09 * np.eye(6))
-        # The prior of the hyperparameter, at rest, is in every batch's bound.
+        # Every batch's bound contains the prior of the hyperparameter.
         expected = density.logpdf(y[new]) + PRIOR.logpdf(scale)
         np.testing.assert_allclose(stream.losses[-1], -expected, atol=1e-3)
         noise = np.append(noise, np.full(6, 0.09))
@@ -258,7 +258,7 @@ def test_inputs_that_go_elsewhere_take_inducing_inputs_along():
     batches = [slice(60 * k, 60 * k + 60) for k in range(1, batches)]
     for k, rows in enumerate(batches):
         moving.update(X[rows], y[rows], Z=Z[: 4 * k + 9])
-    # A batch that is refused leaves the stream as it was.
+    # A rejected batch leaves the stream unchanged.
     with pytest.raises(ValueError, match="NaN"):
         resting.update(X[rows], np.full(60, np.nan), Z=Z)
     assert resting.posterior is begun
@@ -288,7 +288,7 @@ def test_what_is_carried_is_nearest():
     one direction, as likelihoods that are not log-concave leave, too."""
     rng = np.random.default_rng(3)
     size, other = 3, 4
-    # Covariances of b, in rows, with a: all singular values below 1.
+    # The covariance of b (rows) with a: all singular values are below 1.
     left, _, right = np.linalg.svd(rng.normal(size=(other, size)), full_matrices=False)
     A = left @ np.diag([0.98, 0.7, 0.2]) @ right
     root = np.linalg.qr(rng.normal(size=(2, size, size)))[0]
@@ -299,8 +299,8 @@ def test_what_is_carried_is_nearest():
     q = Moments(*(jnp.asarray(x, jnp.float32) for x in (m, whitener)))
     found, lost = jax.jit(projected)(q, jnp.asarray(A, jnp.float32)[None])
     for c in range(2):
-        # D of the paper, where it exists: the precision that old data add is its
-        # inverse, and what b does not say of a is not added to D.
+        # The paper's D, where it exists: its inverse is the precision that old data
+        # add. The residual of a given b is not added to D.
         added = np.linalg.inv(S[c]) - np.eye(size)
         covariance = np.linalg.inv(np.eye(other) + A @ added @ A.T)
         mean = covariance @ A @ np.linalg.solve(S[c], m[c])
@@ -339,13 +339,13 @@ def test_several_latents_and_weights():
         svi.posterior(svi.run(KEY, 200, X[:n], Y[:n], **how)) for n in (30, 60)
     )
     both_parts = gpaug.Stream(few).update(X[30:], Y[30:])
-    # Nothing changes if hyperparameters may move and do not.
+    # A learning rate of zero changes nothing.
     again = gpaug.Stream(few, optim=optax.sgd(0.0)).update(X[30:], Y[30:])
     for name in ("mean", "variance"):
         found, expected = (getattr(p.predict_f(X), name) for p in (again, both_parts))
         np.testing.assert_allclose(found, expected, atol=1e-4)
     found, expected, before = (p.predict_y(X).mean for p in (both_parts, whole, few))
-    # Not equal: weights and processes are independent in every posterior.
+    # They differ: weights and processes are independent in every posterior.
     assert abs(found - expected).max() < 0.03 < 0.2 * abs(before - expected).max()
     assert both_parts.weights["w"].variance < few.weights["w"].variance
 

@@ -16,8 +16,8 @@ from numpyro_gpaug.math.ordering import Order
 from numpyro_gpaug.math.recurrences import filtered, split
 from numpyro_gpaug.testing import check_structure
 
-# Links between the latents of a step and of the next: a walk and noise of every step, a
-# trend with a slope.
+# Links between the latents of a step and the next: a walk with noise at every step, and
+# a trend with a slope.
 WALK, TREND = np.diag([1.0, 0.0]), np.array([[1.0, 0.5], [0.0, -0.9]])
 # Links, whiteners of the noise, and units.
 STATE = np.array([[0.7, -0.4, 1.5, 0.0, 2.0], [0.6, 0.9, -1.0, 2.0, 0.5]])
@@ -77,8 +77,8 @@ def cases():
             yield pytest.param(dtype, kind, layout, other, link, marks=marks, id=name)
 
 
-# Whether it is quick, and: no others; groups of several and others, with and without
-# single ones; other latents.
+# Whether the case is quick, its structure, its layout, the layout of another one, and
+# the link of a chain.
 CASES = [
     (False, Dense, (0, 1, 5), (0, 1, 7), None),
     (False, Groups, (5, 1, 0), None, None),
@@ -120,7 +120,7 @@ def test_information_about_a_chain_is_kept_where_its_prior_changes():
     before, after = (correlated(layout).prior(float, x) for x in links)
 
     def given(prior):
-        # The same function of the numbers in any units.
+        # The same function of the numbers, in any units.
         own = jnp.arange(1.0, 13).reshape(6, 2) * prior.links[0, ..., -1]
         rows = Rows(
             own, jnp.arange(6), jnp.ones((6, 1)), own[:, :0], jnp.zeros((6, 0), int)
@@ -141,7 +141,7 @@ def test_rows_in_the_order_of_groups(rows, groups):
     assert len(order.rows) % 16 == 0
     np.testing.assert_array_equal(np.sort(order.rows[:rows]), np.arange(rows))
     ordered = np.asarray(order.taken(jnp.asarray(group)))
-    # Of very many groups near ones share the number that is sorted.
+    # With very many groups, near ones share a sorted number.
     near = max(1, groups * rows // 2**31)
     assert np.all(np.diff(ordered[:rows]) > -2 * near)
     np.testing.assert_array_equal(order.back(jnp.asarray(ordered)), group)
@@ -204,7 +204,7 @@ def test_derivatives_of_a_chain_that_is_not_seen_at_its_end():
     """Of the last step's precision: each is known as well as by what is before it."""
     own, links = jnp.zeros((1, 11, 1, 1)), links_of([[1.0]], 1, 11, 0)
     slopes = jax.jit(jax.grad(lambda own: filtered(own, links)[0, -1].sum()))(own)
-    # 1 / E is the variance, 11 steps of one.
+    # The variance is 1 / E, after 11 unit steps.
     np.testing.assert_allclose(slopes[0, 0, 0, 0], 1 / 121, rtol=1e-5)
     assert np.isfinite(slopes).all()
 

@@ -326,7 +326,7 @@ def test_tall_sparse_inputs_stay_small(method, size, rank):
     Subspace.fit(X, rank, method=method)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    # Of N x rank numbers, in float32.
+    # A fraction of N x rank numbers in float32.
     assert peak < 0.3 * 4 * size * rank, peak
 
 

@@ -18,8 +18,8 @@ KEY = jax.random.key(0)
 
 
 def test_steps_that_go_too_far_do_not_end_a_fit(x64) -> None:
-    # Counts whose rate is at its limit: a whole step goes to the other side of the
-    # maximum, where the bound is as high, and it was taken for the end of the ascent.
+    # Counts with the rate at its limit: a whole step reaches the other side of the
+    # maximum, where the bound is equal. That once counted as convergence.
     kernel = gpaug.kernels.SquaredExponential(12.379977, 26.789555)
     X = np.array([[-137.10135], [-120.26357], [45.068638]])
 

@@ -77,9 +77,9 @@ def test_a_fit_agrees_with_nuts_where_it_should(fitted):
         overlap = found["predictive"]["y"]
         assert overlap.dims == ("y_dim_0",)
         assert 0.93 < overlap.values.min() <= overlap.values.max() <= 1
-    # The point estimate has no scale, which shows.
+    # The point estimate has no variance, and the table shows it.
     assert statistic(by_draws, "variance", "sd_ratio") < 1e-5
-    # Predictions of the posterior and by its draws are the same.
+    # Predictions by moments and by draws are the same.
     np.testing.assert_allclose(
         by_draws["predictive"]["y"], by_moments["predictive"]["y"], atol=0.03
     )
@@ -113,7 +113,7 @@ def test_a_narrow_fit_is_told_by_its_statistics(drawn):
     np.testing.assert_allclose(statistic(found, "f", "sd_ratio"), 0.5, rtol=1e-4)
     difference = statistic(found, "f", "mean_difference")
     np.testing.assert_allclose(difference, 0.3, rtol=1e-3)
-    # The same latents: the same predictions, without Monte Carlo error.
+    # The same latents give the same predictions, without Monte Carlo error.
     np.testing.assert_allclose(found["predictive"]["y"], 1, rtol=1e-5)
 
 
@@ -207,13 +207,13 @@ def test_loo_of_a_fit_and_of_mcmc_in_one_table(fitted):
     from_mcmc = from_numpyro(mcmc, log_likelihood=True)
     table = diagnostics.compare({"VI": tree, "MCMC": from_mcmc})
     assert set(table.index) == {"VI", "MCMC"}
-    # ArviZ 1 rounds its table to what the standard errors warrant.
+    # ArviZ 1 rounds its table to the precision of the standard errors.
     assert table["elpd"]["VI"] == pytest.approx(diagnostics.loo(tree).elpd, abs=0.2)
     mine = diagnostics.loo(from_mcmc)
     assert mine.elpd == arviz_stats.loo(from_mcmc, pointwise=True).elpd
-    # The same model; the fit holds one hyperparameter at a point.
+    # The same model; the fit has a point estimate of one hyperparameter.
     assert abs(table["elpd"]["VI"] - table["elpd"]["MCMC"]) < 0.3
-    # ArviZ reads the trees without help.
+    # ArviZ reads the trees directly.
     assert set(arviz_stats.compare({"a": tree, "b": from_mcmc}).index) == {"a", "b"}
 
 

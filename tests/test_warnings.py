@@ -69,7 +69,7 @@ def test_a_parameter_without_a_link(guide, law, y, message) -> None:
     [
         (lambda f: dist.Bernoulli(probs=jax.nn.sigmoid(f)), {}),
         (lambda f: dist.Poisson(jnp.exp(f)), {}),
-        # Which hardly leaves the domain.
+        # This one hardly leaves the domain.
         (dist.Poisson, {"mean": 5.0, "variance": 0.04}),
     ],
 )

@@ -137,7 +137,7 @@ def test_bias_of_the_estimators(x64) -> None:
     def everything(X, subsets):
         def per_subset(S):
             one = spectral_distance(P, Q, X, S)[0]
-            # Equal measures: nothing for the other, a bias for this one.
+            # Equal measures: zero for the other distance, a bias for this one.
             return one, symmetric_distance(P, Q, S)[0], spectral_distance(P, P, X, S)[0]
 
         whole = spectral_distance(P, Q, X, X)[0], symmetric_distance(P, Q, X)[0]
@@ -236,7 +236,7 @@ def test_batches_are_unbiased_in_the_likelihood(x64) -> None:
     terms = (y - np.sin(X[:, 0])) ** 2 + np.diag(variance)
     whole = 0.5 * np.sum(np.log(2 * np.pi * noise) + terms / noise)
     guide = gpaug.AutoFunctionSpaceGP(golden_model, wave)
-    # So light that the distance does not show.
+    # A weight so small that the distance has no effect.
     loss = gpaug.TraceWasserstein_ELBO(weight=1e-9)
     params = golden_params("float64")
     given = {"Z": Z, "batch_size": 2}
@@ -244,7 +244,7 @@ def test_batches_are_unbiased_in_the_likelihood(x64) -> None:
     values = jax.jit(jax.vmap(
         lambda key: loss.loss(key, params, golden_model, guide, X, y, **given)
     ))(jax.random.split(KEY, 1000))  # fmt: skip
-    # All pairs of rows are as likely: ten values.
+    # All pairs of rows are equally likely: ten values.
     assert len(np.unique(np.round(values, 6))) == 10
     error = np.std(values) / np.sqrt(len(values))
     assert np.std(values) > 20 * error

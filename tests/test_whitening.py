@@ -82,7 +82,7 @@ def test_float32_loses_at_most_two_nats(dim, kernel, problems, fitters) -> None:
             bound(fitters, problems[dim], dtype, **hyper)
             for dtype in ("float32", "float64")
         )
-        # Above as well: rounding may not pass for evidence.
+        # Above as well: rounding must not increase the evidence.
         assert abs(single - double) < 2, (lengthscale, single, double)
 
 
@@ -115,7 +115,7 @@ def test_draws_where_the_posterior_is_narrow(problems, fitters) -> None:
     # Five standard errors of the mean of the draws.
     error = 5 * draws.std(0) / np.sqrt(500) + 0.005
     assert (np.abs(draws.mean(0) - f.mean) < error).all()
-    # Sums of float32 leave noise of .16 to .2 (JAX 0.10, 0.12), a tenth of the prior's.
+    # Sums in float32 leave noise of .16 to .2 (JAX 0.10, 0.12), a tenth of the prior's.
     assert draws.std(0).max() < 0.1 * np.sqrt(hyper["variance"])
 
 
@@ -130,11 +130,11 @@ def test_hard_matrices_are_whitened(size) -> None:
             gram = np.asarray(kernel(lengthscale, np.float32(10))(Z, Z))
             whitener = np.asarray(root(gram), float)
             assert np.isfinite(whitener).all()
-            # What inducing inputs see of themselves is not more than there is.
+            # The explained variance is at most the variance itself.
             explained = np.square(whitener @ gram).sum(0)
             tolerance = 2e-6 * size
             assert (explained < gram.diagonal() * (1 + tolerance)).all()
-            # Little is left out, either.
+            # Almost nothing is unexplained, either.
             assert (explained > gram.diagonal() * (1 - tolerance)).all()
 
 
