@@ -85,8 +85,9 @@ _MISSING = object()
 
 
 def edits(header: Any) -> Iterator[tuple[str, Any]]:
-    """Where a header is edited, and the edited one: every field is left out, null, of
-    another type, negative, huge, within something, and has something beside it."""
+    """Return pairs of headers before and after an edit: every field is left out, null,
+    of another type, negative, huge, nested, or has a sibling.
+    """
     for place, old in _fields(header):
         beside = [{**old, "extra": 1}] if isinstance(old, dict) else [[old, old]]
         if isinstance(old, list):

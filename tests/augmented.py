@@ -12,8 +12,8 @@ from numpyro_gpaug.likelihoods.augmentation import lookup_augmentation
 
 
 def left_over(d, y, logits, auxiliaries, log_density):
-    """``log p(y | f) + log p(aux | y, f) - (potential f - precision f^2 / 2)`` of each
-    datum, which must not depend on f, whatever the auxiliaries are.
+    """Return ``log p(y | f) + log p(aux | y, f) - (potential f - precision f^2 / 2)``
+    of each datum. It must not depend on f, for any auxiliaries.
 
     :param logits: several values of the latents, (draws, rows, classes).
     :param auxiliaries: values of the auxiliaries by name, in the order of the draws.

@@ -94,8 +94,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """After a file: its fits are gone, and Python need not look again through what is
-    left (traced programs); it took seconds at a time."""
+    """Free memory after a file. Its fits are gone; frozen objects (traced programs) are
+    not searched again, which took seconds at a time.
+    """
     if nextitem is None or nextitem.path != item.path:
         for known in vars(item.module).values():
             own = getattr(known, "__module__", None) == item.module.__name__
@@ -129,14 +130,15 @@ jax.monitoring.register_event_duration_secs_listener(_note_compilation)
 
 
 def compilations(name: str) -> int:
-    """How often a function of this name has been compiled so far. (JAX's own count of
-    what a jitted function holds forgets: the cache is shared.)"""
+    """Return the number of compilations of a function of this name so far. (JAX's own
+    count of a jitted function is too small: the cache is shared.)
+    """
     return _COMPILED.count(f"jit({name})")
 
 
 @contextmanager
 def small_blocks(size: int) -> Iterator[None]:
-    """As if data were large: whatever can be is computed in blocks.
+    """Compute in blocks, as with large data.
 
     :param size: of them, in bytes.
     """

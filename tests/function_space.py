@@ -38,7 +38,9 @@ def three_classes(num=40):
 
 
 def sparse_covariance(X, Z, lengthscale, variance, tril):
-    """Of the prior and of the sparse posterior ``K - A' A + A' S A``, by NumPy."""
+    """Return the covariances of the prior and of the sparse posterior ``K - A' A + A' S
+    A``, by NumPy.
+    """
     hyper = {"lengthscale": lengthscale, "variance": variance}
     X, Z = np.asarray(X, float), np.asarray(Z, float)
     K, gram = covariance(X, X, **hyper), covariance(Z, Z, **hyper)

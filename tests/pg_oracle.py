@@ -162,7 +162,7 @@ class Law:
         return ndtr(self._spline(np.clip(np.log(x), *self._ends)))
 
     def quantile(self, p: np.ndarray) -> np.ndarray:
-        """Its inverse."""
+        """Return the quantile, the inverse of the distribution function."""
         return np.exp(self._inverse(ndtri(p)))
 
 

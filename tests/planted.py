@@ -23,7 +23,9 @@ TOP = Path(__file__).parents[1]
 
 
 class Planted(NamedTuple):
-    """An error: ``right``, which stands once in ``module``, becomes ``wrong``."""
+    """An error in the package: ``right``, which occurs once in ``module``, becomes
+    ``wrong``.
+    """
 
     what: str
     module: str

@@ -162,7 +162,8 @@ LINKS: dict[str, Move] = {
 
 
 def late_moves(rng: np.random.Generator, num: int) -> dict[str, Move]:
-    """What may follow a link, from (num,) to (num,), positive; some mix data.
+    """Return functions that may follow a link, from (num,) to (num,), positive; some
+    mix data.
 
     :param rng: their numbers.
     :param num: length.
@@ -332,8 +333,9 @@ DATA = {
 
 
 class Verdict(NamedTuple):
-    """What became of a program: ``right``; ``refused``; ``warned``, a posterior that
-    says that quadrature does not resolve the density; ``wrong``; or ``error``."""
+    """The verdict on a program: ``right``; ``refused``; ``warned``, if the posterior
+    reports that quadrature does not resolve the density; ``wrong``; or ``error``.
+    """
 
     kind: str
     said: str
@@ -403,7 +405,9 @@ def _gaussian(params: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
 def _brute(
     example: Example, y: Array, mean: np.ndarray, covariance: np.ndarray
 ) -> tuple[float, float]:
-    """The bound of a Gaussian, and by how much that of one near it is higher."""
+    """Return the bound of a Gaussian, and by how much the bound of a near one is
+    higher.
+    """
     size = len(mean)
     x, weights = np.polynomial.hermite_e.hermegauss(NODES[size])
     nodes = np.stack([g.ravel() for g in np.meshgrid(*[x] * size)], -1)
@@ -432,7 +436,7 @@ def _brute(
 
 
 def run(first: int, number: int, *, fitted: bool = True) -> Counter[str]:
-    """Verdicts of programs, counted; what is wrong is printed.
+    """Count the verdicts on programs, and print the wrong ones.
 
     :param first: the first program.
     :param number: how many there are.

@@ -106,7 +106,9 @@ def logistic(f: np.ndarray) -> np.ndarray:
 
 
 def labels(rng: np.random.Generator, f: np.ndarray) -> tuple[np.ndarray, float]:
-    """Those of the latent, without noise, of one class but for one datum, or coins."""
+    """Return labels: of the latent without noise, of one class except for one datum, or
+    by coins.
+    """
     f = f[:, 0]
     one = (np.arange(len(f)) == 0) * 1.0
     p = [logistic(f), f > 0, one, np.full_like(f, 0.5)][rng.integers(4)]
@@ -114,15 +116,16 @@ def labels(rng: np.random.Generator, f: np.ndarray) -> tuple[np.ndarray, float]:
 
 
 def classes(rng: np.random.Generator, f: np.ndarray) -> tuple[np.ndarray, float]:
-    """Those of the largest latent, the first but for one datum, or any; and a
-    probability of wrong labels."""
+    """Return classes (of the largest latent, the first except for one datum, or random)
+    and a probability of wrong labels.
+    """
     one = (np.arange(len(f)) == 0) * 1
     y = [f.argmax(1), one, rng.integers(0, CLASSES, len(f))][rng.integers(3)]
     return y, 10 ** rng.uniform(-4, -0.5)
 
 
 def reals(rng: np.random.Generator, f: np.ndarray) -> tuple[np.ndarray, float]:
-    """With noise of any scale, and perhaps an outlier."""
+    """Return real observations with noise of any scale, and perhaps an outlier."""
     scale = f.std() * 10 ** rng.uniform(-2, 1) + 1e-4
     y = f[:, 0] + scale * rng.normal(size=len(f))
     if rng.uniform() < 0.2:
@@ -220,8 +223,9 @@ def in_precision(problem: Problem, dtype: str) -> Problem:
 
 
 def rounded(problem: Problem, seed: int) -> Problem:
-    """In double precision, with each number up or down by half a unit in the last place
-    of single precision; equal numbers alike, and whole ones not at all."""
+    """Return numbers in double precision, each moved up or down by half a unit in the
+    last place of single precision. Equal numbers move equally, whole ones do not.
+    """
     rng = np.random.default_rng(seed)
     points = (problem.X, problem.inducing, problem.new)
     values = np.unique(np.concatenate([x.ravel() for x in points]))
@@ -246,7 +250,7 @@ def rounded(problem: Problem, seed: int) -> Problem:
 
 
 class Outcome(NamedTuple):
-    """Of a fit.
+    """The outcome of a fit.
 
     :param finite: whether losses and params are.
     :param mean: predicted probabilities, or means.
@@ -318,7 +322,7 @@ def fit(
 
 @dataclass
 class Tally:
-    """What became of problems."""
+    """Counts of the outcomes of problems."""
 
     number: int = 0
     errors: int = 0
@@ -350,14 +354,14 @@ def the_case(case: int, seed: int) -> tuple[str, Shape, Problem]:
 
 
 def in_double(name: str, shape: Shape, problem: Problem) -> Outcome:
-    """What float64 says of a problem."""
+    """Return the outcome of a problem in float64."""
     return fit(name, shape, problem, "float64", JITTER)
 
 
 def tally(
     name: str, shape: Shape, problem: Problem, reference: Callable[[], Outcome]
 ) -> tuple[Tally, float]:
-    """What became of one problem, and how far its prediction is off.
+    """Return the tally of one problem, and the error of its prediction.
 
     :param reference: what float64 says of it, computed where it is asked for.
     """
@@ -376,8 +380,9 @@ def tally(
 
 
 def sensitivities(name: str, shape: Shape, problem: Problem) -> tuple[float, float]:
-    """How far the prediction of float64 moves, by its inputs (the most of three ways to
-    round them) and by the kernel matrix."""
+    """Return the changes of float64's prediction when the inputs are rounded (the
+    largest of three ways) and when the kernel matrix is.
+    """
     double = in_double(name, shape, problem)
     inputs = (in_double(name, shape, rounded(problem, seed)) for seed in range(3))
     kernel = fit(name, shape, problem, "float64", JITTER + ROUNDING)

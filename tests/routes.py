@@ -57,7 +57,9 @@ def conjugate(
 
 
 def rerun(svi, args, kwargs, steps=40):
-    """A fit by what is compiled already, if the shapes are those of an earlier one."""
+    """Fit with programs that are already compiled, if the shapes are those of an
+    earlier fit.
+    """
     return svi.run(random.key(KEY), steps, *args, progress_bar=False, **kwargs)
 
 

@@ -70,7 +70,9 @@ tripled.defvjp(lambda f: (tripled(f), None), lambda _, g: (3 * g,))
 
 
 def classify(fn, shape=(N,)):
-    """What :func:`dependence_tree` says of ``fn``'s only output and only input."""
+    """Return the result of :func:`dependence_tree` for the only output and input of
+    ``fn``.
+    """
     (state,) = dependences(
         lambda inputs: fn(inputs["f"]), {"f": jax.ShapeDtypeStruct(shape, "float32")}
     )

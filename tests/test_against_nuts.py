@@ -77,7 +77,9 @@ def smooth_counts(x, y=None, *, inducing):
 @pytest.mark.slow
 @pytest.mark.parametrize("num", [15, 25])
 def test_nuts_moves_in_float32_with_the_jitter_of_the_checklist(num: int) -> None:
-    """With the smallest that factorises its steps are 1e-6 and it stands still."""
+    """With the smallest jitter that factorises, its steps are 1e-6 and the chain does
+    not move.
+    """
     rng = np.random.default_rng(8)
     x = np.sort(rng.uniform(-3, 3, 400)).astype("float32")
     y = rng.poisson(np.exp(1 + np.sin(1.5 * x)))

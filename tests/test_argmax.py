@@ -15,8 +15,8 @@ shares_of = jax.jit(argmax_probabilities)
 
 
 def reference(m, v, y, more=()):
-    """Probabilities of all normals, and the derivatives of that of normal y in means
-    and variances, by Gauss-Legendre panels between points around every mean.
+    """Return the probabilities of all normals, and the derivatives of normal y's in
+    means and variances, by Gauss-Legendre panels between points around every mean.
 
     :param more: further ends of panels; then only the first 20 means get their own.
     """
@@ -60,7 +60,9 @@ def problems(num_classes, num):
 
 @jax.jit
 def everything(m, v, y):
-    """Probabilities of all classes, that of y, and its derivatives."""
+    """Return the probabilities of all classes, the probability of y, and its
+    derivatives.
+    """
 
     def one(m, v):
         p = argmax_probability(m, v, y)

@@ -129,7 +129,7 @@ def test_a_point_mass_off_the_kink(dtype, name) -> None:
 
 
 def test_margins_and_residuals_of_zero_are_finite(dtype) -> None:
-    """At the kink itself, without a variance."""
+    """The point is the kink itself, with zero variance."""
     one, zero = np.ones(1, dtype), np.zeros(1, dtype)
 
     @jax.jit

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""States that follow each other by links that hyperparameters say: held as chains, and
-fitted like the dense Gaussians that they are."""
+"""Autoregressive states, whose links depend on hyperparameters: they are chains, and
+fitted like the equal dense Gaussians.
+"""
 
 import re
 
@@ -35,7 +36,7 @@ def hyperparameters():
 
 
 def panel(steps):
-    """Series with the same coefficient, from the law that they keep."""
+    """Return series with the same coefficient, from the stationary distribution."""
     phi, scale, kept = hyperparameters()
 
     def step(x, t):
@@ -100,7 +101,7 @@ def walk(steps):
 
 
 def lags(steps):
-    """Of second order, of every item."""
+    """The model: an autoregression of second order for every item."""
 
     def step(before, _):
         first, second = before
@@ -143,7 +144,7 @@ def model_of(states, likelihood="normal"):
 
 
 def forced(monkeypatch, overhead=-np.inf):
-    """Has chains chosen however few their steps are, or never."""
+    """Choose chains even for few steps, or never."""
     monkeypatch.setattr(costs, "_OVERHEAD", overhead)
 
 
@@ -306,7 +307,7 @@ def test_a_chain_of_counts_is_a_dense_gaussian(x64, monkeypatch, states):
 
 @pytest.mark.slow
 def test_a_coefficient_is_integrated(monkeypatch):
-    """By points and their weights, against a grid, with Normal data."""
+    """Weighted points agree with a grid, with Normal data."""
     forced(monkeypatch)
     nested = gpaug.NestedVI(model_of(panel), num_points=128, progress_bar=False)
     nested.run(jax.random.key(0), TIME, ITEM, REAL)
@@ -325,8 +326,9 @@ def test_a_coefficient_is_integrated(monkeypatch):
 
 
 def kalman(t, y, phi, scale, steps):
-    """Log marginal likelihood of single observations of a series that keeps its law,
-    and means and variances of its states given all before them."""
+    """Return the log marginal likelihood of single observations of a stationary series,
+    and means and variances of its states given all earlier observations.
+    """
     mean, variance, total = 0.0, scale**2 / (1 - phi**2), 0.0
     seen, states = dict(zip(t, y, strict=True)), []
     for step in range(steps):

@@ -49,7 +49,9 @@ def fitted(law, y):
 
 
 def close(found, mean, sd):
-    """To the error of a thousand draws; none in the mean of a linear function."""
+    """Compare to the error of a thousand draws; the mean of a linear function has no
+    error.
+    """
     np.testing.assert_allclose(found.mean, mean, atol=1e-4)
     np.testing.assert_allclose(found.sd, sd, rtol=0.12)
 

@@ -67,7 +67,7 @@ def svi():
 
 @pytest.fixture
 def small(monkeypatch):
-    """As if data were large: several blocks, and several groups of them."""
+    """Compute in several blocks, and several groups of them, as with large data."""
     monkeypatch.setattr(row_blocks, "BLOCK", 8)
     monkeypatch.setattr(module, "SHUFFLED", 20)
     monkeypatch.setattr(module, "PIECE", 10)
@@ -100,7 +100,7 @@ def test_epochs_are_shuffled_and_can_begin_anywhere(small, tmp_path):
 
 
 def test_the_next_part_is_read_while_the_last_is_used(data):
-    """Of 20 batches each: not when their last is reached."""
+    """Each part has 20 batches: reading does not wait for its last one."""
 
     class Parts:
         sizes = [20, 20]

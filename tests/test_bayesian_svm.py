@@ -82,7 +82,9 @@ def toy(num=400, flipped=0.1):
 
 @cache
 def fitter(model, size, optim, updates, step_size):
-    """One for all fits of as many latents: it compiles once for each shape."""
+    """Return one fitter for all fits with equal numbers of latents: it compiles once
+    for each shape.
+    """
     return gpaug.ConjugateSVI(
         model, gpaug.AutoSparseGP(model), optim, updates=updates, step_size=step_size
     )

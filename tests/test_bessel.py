@@ -59,7 +59,9 @@ POINTS = [
 
 
 def test_derivatives_against_mpmath(x64):
-    """To second order, at orders that are no half-integer, down to a tiny argument."""
+    """Derivatives to second order, at orders that are not half-integers, down to a tiny
+    argument.
+    """
     with mp.workdps(50):
         nu, x = (np.array(column) for column in zip(*POINTS, strict=True))
         out, first, second = value(nu, x), slopes(nu, x), hessian(nu, x)
@@ -148,7 +150,7 @@ def test_shapes_and_types():
 
 @pytest.mark.slow
 def test_tiny_arguments_agree_with_many_more_nodes(x64):
-    """The documented accuracy at arguments far below those of the golden file."""
+    """The documented accuracy, at arguments far below those of the golden file."""
     lam, x = (
         jnp.asarray(a.ravel())
         for a in np.meshgrid(

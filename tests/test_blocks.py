@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Very many rows in blocks: the same numbers, of which few exist at once."""
+"""Very many rows in blocks: the same results, and little memory."""
 
 import jax
 import jax.numpy as jnp
@@ -175,7 +175,7 @@ def test_elements_in_blocks(function, dtype) -> None:
 
 @pytest.mark.parametrize("shape", [(), (5,), (1, 5), (3, 5), (2, 3, 5)])
 def test_elementwise_functions_see_one_axis(shape) -> None:
-    """Of others, and be it one of a single latent, sums over nodes are slow."""
+    """With other axes, even one of a single latent, sums over nodes are slow."""
     seen = []
 
     def function(x, y):

@@ -65,8 +65,9 @@ FACTORS = ("Bayesian SVM", "normaliser")  # factors, which are not distributions
 
 
 def model(X, y=None, *, names):
-    """A sparse process, of which the projected one is sampled, and a site per name.
-    Heteroscedastic observations have two processes, for their two parameters."""
+    """The model: a sparse (projected) process, and one site for each name.
+    Heteroscedastic observations have two processes, for their two parameters.
+    """
     kernel = gpaug.kernels.SquaredExponential(0.7, 2.0)
     count = max(LIKELIHOODS[name][1] or 1 for name in names)
     if count == 2:
@@ -123,8 +124,9 @@ def prior_draws(model, names, key, template, num):
 
 
 def ranks(names, key):
-    """Rank of the true latents' statistics among posterior draws. Of several sites each
-    tells less of the latents: they take more simulations."""
+    """Return the ranks of the true latents' statistics among posterior draws. With
+    several sites each has less information on the latents: they need more simulations.
+    """
     num = SIMULATIONS * len(names)
     bound = partial(model, names=names)
     count = max(LIKELIHOODS[name][1] or 1 for name in names)
@@ -172,7 +174,7 @@ def ranks(names, key):
 
 
 def worst_p_value(ranks):
-    """Of uniformity of ranks, over statistics, times their number."""
+    """Return the smallest p-value of uniformity over statistics, times their number."""
     noise = np.random.default_rng(0).random(ranks.shape)
     uniform = (ranks + noise) / (DRAWS + 1)
     p = [stats.kstest(column, "uniform").pvalue for column in uniform.T]

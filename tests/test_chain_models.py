@@ -95,13 +95,15 @@ def test_sums_over_steps(of_steps, monkeypatch):
 
 @pytest.mark.slow
 def test_the_density_of_draws(of_steps):
-    """With it the mean of log ratios is the bound, NumPyro's way."""
+    """With the density, the mean of log ratios is the bound, computed as in NumPyro."""
     _, result, guide = of_steps
     args = TIME, ITEM, X, COUNTS
     substituted = numpyro.handlers.substitute(guide, data=result.params)
 
     def log_ratio(key):
-        """The log-density of data and values over that of the values' draw."""
+        """Return the log-density of data and values minus the log-density of the
+        values' draw.
+        """
         seeded = numpyro.handlers.seed(substituted, key)
         trace = numpyro.handlers.trace(seeded).get_trace(*args)
         drawn = {k: s for k, s in trace.items() if s["type"] == "sample"}
@@ -151,7 +153,7 @@ def test_data_that_look_at_several_steps(monkeypatch):
 
 @pytest.mark.slow
 def test_no_array_of_steps_by_steps(monkeypatch):
-    """Sizes that are told apart in the shapes of a compiled step."""
+    """The sizes differ, so that the shapes of a compiled step identify them."""
     rows, steps = 3001, 613
 
     def model(t, y=None):

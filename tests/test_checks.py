@@ -191,7 +191,7 @@ def test_verdicts_on_khat():
 
 
 def test_a_guide_that_is_too_wide_is_repaired(x64):
-    """By 10% in every direction; the posterior is known."""
+    """The guide is 10% too wide in every direction; the posterior is known."""
     X, _, _ = data()
     tree = wide_tree()
     K = gram(kernel(), X, X)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model reads besides its arguments may change between runs, and between a fit
-and its predictions."""
+"""Values that a model reads besides its arguments may change between runs, and between
+a fit and its predictions.
+"""
 
 import functools
 import pickle
@@ -210,7 +211,7 @@ def reader(x, factor=1.0):
 
 
 class Study:
-    """A model and its fits in one object, as many are written."""
+    """A model and its fits in one object, as users often write them."""
 
     unit = 1.0
 

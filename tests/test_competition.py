@@ -42,7 +42,7 @@ def test_the_curvature_of_many_classes(classes: int) -> None:
 
 
 def test_data_without_information_have_no_curvature() -> None:
-    """As masked data, and classes that cannot be."""
+    """Such data are masked ones, and impossible classes."""
     m = jnp.array([[0.0, 1.0, 2.0], [0.0, -500.0, 0.0]])
     w = jnp.array([[0.0, 0.0, -1e-9], [0.25, 0.0, 0.25]])
     a = edge_roots(m, jnp.ones_like(m), w)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What programs ask of XLA."""
+"""The options of XLA that programs are compiled with."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ LEVEL = "xla_backend_optimization_level"
 
 @pytest.fixture
 def no_flags(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if nobody had set XLA_FLAGS, which those of the tests hide."""
+    """Hide the XLA_FLAGS of the tests."""
     monkeypatch.delenv("XLA_FLAGS")
 
 

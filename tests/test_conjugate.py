@@ -32,8 +32,9 @@ pytestmark = pytest.mark.usefixtures("x64")
 
 @cache
 def fitter(model, updates="auto", optim=None, size=(20, None), **options):
-    """One for all tests that fit as many inducing inputs and latents: it compiles once
-    for each shape."""
+    """Return one fitter for all tests with equal numbers of inducing inputs and
+    latents: it compiles once for each shape.
+    """
     return gpaug.ConjugateSVI(
         model, gpaug.AutoSparseGP(model), optim, updates, **options
     )
@@ -200,7 +201,7 @@ def test_several_gradient_steps_per_update() -> None:
 
 @pytest.mark.parametrize("batch_size", [None, slow(10)])
 def test_gradient_steps_after_several_updates(batch_size) -> None:
-    """Hyperparameters rest between, then move."""
+    """Hyperparameters are constant between, then move."""
     X, y = toy(60)
     svi = fitter(learnt, "auto", ADAM, hyper_every=3)
     data = {"inducing": X[:20], "batch_size": batch_size}

@@ -35,7 +35,7 @@ def moments(rng, rows, rank, size=1.0):
 
 @pytest.mark.parametrize("rank", [3, 1])
 def test_expectations_against_a_product_rule(x64, rank):
-    """Of full covariances and of singular ones."""
+    """The cases have full covariances and singular ones."""
     mean, variance, pairs = moments(np.random.default_rng(0), 4, rank, 0.8)
     x, weights = np.polynomial.hermite_e.hermegauss(40)
     grid = np.stack(np.meshgrid(x, x, x), -1).reshape(-1, C)

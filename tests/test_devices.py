@@ -99,8 +99,9 @@ def fit(model, guide, arrays, steps=6, optim=None, mesh=None, what="advance", **
 
 
 def in_blocks(text):
-    """What goes between devices with every block of rows: in loops whose length the
-    compiler knows, which those over steps and moves have not."""
+    """Return the messages between devices in loops over blocks of rows. The compiler
+    knows the length of these loops, but not of those over steps and moves.
+    """
     programs = {
         found[1]: found[2]
         for found in re.finditer(r"^%?([\w.-]+) [^\n]*\{\n(.*?)^\}", text, re.M | re.S)
@@ -187,7 +188,7 @@ def test_learning_takes_sums_alone_too(size):
     ],
 )
 def test_batches_that_are_read_are_shared_out(source, what, optim):
-    """The same rows, and the same sums as of full data, whatever the batch."""
+    """The rows are the same, and the sums those of full data, for any batch."""
     rows, size = 1280, 640
     X, y, _ = data(rows)
     read = source((X, y), size)

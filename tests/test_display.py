@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects introduce themselves; what a fit says is tested beside the fits."""
+"""How objects print; the reports of a fit are tested beside the fits."""
 
 import jax
 import jax.numpy as jnp

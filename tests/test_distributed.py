@@ -141,7 +141,7 @@ for source, optim in ((gpaug.Blocks, "lbfgs"), (gpaug.Batches, optax.adam(0.02))
 
 
 def printed(script, *given):
-    """What processes of a script print after "found", and their errors.
+    """Return the output of processes of a script after "found", and their errors.
 
     :param script: what follows :data:`PROCESS`.
     :param given: numbers, to each process.
@@ -169,14 +169,16 @@ def printed(script, *given):
 
 
 def readers(*rows):
-    """What processes find that read as many rows each; their errors."""
+    """Return the results of processes that read equal numbers of rows, and their
+    errors.
+    """
     found, errors = printed(READER, *((number,) for number in rows))
     return [[np.array(x.split(), float) for x in text] for text in found], errors
 
 
 @pytest.mark.slow
 def test_every_process_reads_its_own_rows():
-    """A step sees the batches of both, side by side."""
+    """A step uses the batches of both, side by side."""
     (alone,), errors = readers(45)
     assert len(alone) == 2, errors
     both, errors = readers(45, 45)
@@ -272,7 +274,7 @@ print("found", *lengths)
 
 @pytest.fixture
 def two_processes(monkeypatch):
-    """As if another process said what is put into the list that is returned."""
+    """Simulate another process, which sends the content of the list that is returned."""
     others = []
     monkeypatch.setattr(processes, "spans_processes", lambda mesh: True)
     monkeypatch.setattr(
@@ -323,7 +325,7 @@ def test_loops_of_processes_are_as_long_as_the_shortest(two_processes):
 
 @pytest.mark.slow
 def test_what_fails_in_one_process_ends_all_with_the_same_message():
-    """And leaves them able to go on, together."""
+    """After that they can continue together."""
     (first, second), errors = printed(FAILING, (), ())
     assert len(first) == len(second) == 18, errors
     for source in ("Batches", "Blocks"):

@@ -24,7 +24,7 @@ MODULES = [
 
 
 def public_names() -> list[str]:
-    """Dotted names: those of the package, then those of its public modules."""
+    """Return dotted names: of the package, then of its public modules."""
     names = [f"numpyro_gpaug.{name}" for name in numpyro_gpaug.__all__]
     for module in MODULES:
         found = getattr(numpyro_gpaug, module)

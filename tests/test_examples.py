@@ -36,8 +36,9 @@ REDUCED = {
 
 
 def run(script: str, folder: Path, *options: str) -> str:
-    """What the script prints, run in ``folder``, where it also keeps what it
-    compiles."""
+    """Return the output of a script run in ``folder``, where it also caches compiled
+    programs.
+    """
     environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent)}
     environment["JAX_COMPILATION_CACHE_DIR"] = str(folder / "compiled")
     done = subprocess.run(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Expectations by Gauss-Hermite rules: values against integrals, and derivatives
-against those of the rule itself."""
+against those of the rule itself.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +48,7 @@ def test_one_predictor_against_an_integral(x64, total, deviation):
 
 
 def normal(numbers, predictors):
-    """Of a location and the logarithm of a scale."""
+    """The log-density of a normal with a location and the logarithm of a scale."""
     y, shift = numbers
     f, g = predictors[::-1] if predictors[0].shape != y.shape else predictors
     return (-g - 0.5 * jnp.square((y - f - shift) * jnp.exp(-g))).sum()
@@ -107,8 +108,9 @@ def test_a_predictor_without_variance_has_finite_derivatives():
 
 
 def test_densities_may_overflow_far_out():
-    """Of a truncated normal: beyond thirteen standard deviations the distribution
-    function is zero in float32, and minus its logarithm infinite."""
+    """For a truncated normal, beyond thirteen standard deviations the distribution
+    function is zero in float32, and minus its logarithm infinite.
+    """
 
     def truncated(numbers, predictors, log_cdf):
         (f,) = predictors

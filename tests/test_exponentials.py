@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Densities of exponentials of a predictor: which are told from their programs, and
-their expectations, beside quadrature."""
+"""Densities with exponentials of a predictor: which of them are recognised, and their
+expectations, beside quadrature.
+"""
 
 import jax
 import jax.numpy as jnp

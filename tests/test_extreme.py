@@ -26,7 +26,7 @@ ZETA = np.array([0.7, 2.0, 4.0])
 
 
 def test_given_auxiliaries_the_model_is_gaussian(x64) -> None:
-    """With the log-density by NumPy: 1 - log zeta - C / (K zeta) sum sigmoid(f)."""
+    """The log-density by NumPy is 1 - log zeta - C / (K zeta) sum sigmoid(f)."""
 
     def log_density(f):
         total = (5 / 2) * (1 / (1 + np.exp(-f))).sum(-1)
@@ -42,7 +42,7 @@ def test_given_auxiliaries_the_model_is_gaussian(x64) -> None:
 
 
 def test_the_bound_is_tight_without_variance_and_so_are_its_sites(x64) -> None:
-    """Those of the means of the auxiliaries, by NumPy."""
+    """The reference has the factors at the means of the auxiliaries, by NumPy."""
     f = 2 * np.random.default_rng(1).normal(size=(3, 2))
     augmentation = lookup_augmentation(gpaug.LogisticNormalizer)
 

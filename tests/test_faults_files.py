@@ -44,7 +44,7 @@ def model(
 
 @pytest.fixture(scope="module")
 def posterior():
-    """Not fitted: nothing here depends on the numbers."""
+    """Return a posterior that is not fitted: nothing here depends on its numbers."""
     guide = gpaug.AutoSparseGP(model)
     return gpaug.Posterior.from_guide(model, guide, PARAMS, X, Y, inducing=Z)
 
@@ -96,8 +96,9 @@ def test_a_loaded_posterior_saves_again(saved, tmp_path) -> None:
 
 
 def test_truncated_and_damaged_files(saved, tmp_path) -> None:
-    """Every byte that arrays are made of counts: those of other parts of the file may
-    change nothing."""
+    """Every byte of an array matters; bytes in other parts of the file may have no
+    effect.
+    """
     for length in (0, 1, 100, len(saved) // 2, len(saved) - 1):
         with pytest.raises(gpaug.ArchiveError, match="truncated or damaged"):
             load(saved[:length], tmp_path)
@@ -220,8 +221,9 @@ def test_names_that_make_the_same_path(tmp_path) -> None:
     ],
 )  # fmt: skip
 def test_edited_headers(kind, tmp_path, request) -> None:
-    """Whoever edits a header may write the checksum that goes with it: then what is
-    not refused is a posterior."""
+    """An edited header may have a matching checksum: if it is accepted, it is a
+    posterior.
+    """
     make, of = archives.KINDS[kind]
     path = tmp_path / "fit.npz"
     make().save(path)
@@ -268,7 +270,9 @@ def joint(
     X, group, y=None, *, sd=2.0, wide=1.0, column=0, slope=1.0, mean=0.0, gain=1.0,
     swapped=False, noise=0.5, product=False,
 ):  # fmt: skip
-    """Of a slope, effects and a process, with what an edit may change."""
+    """Return a posterior of a slope, effects and a process, with the parts that an edit
+    may change.
+    """
     b = numpyro.sample("b", dist.Normal(mean, sd))
     tau = numpyro.sample("tau", dist.HalfNormal(wide))
     with numpyro.plate("groups", 3):
@@ -306,7 +310,9 @@ def joint_file(tmp_path_factory):
     ],
 )
 def test_an_edited_model(joint_file, changed, message) -> None:
-    """Of the same sites and shapes, but of other predictors, priors or constants."""
+    """The model has the same sites and shapes, but other predictors, priors or
+    constants.
+    """
     with pytest.raises(gpaug.ArchiveError, match=message):
         gpaug.Posterior.load(joint_file, partial(joint, **changed))
 
@@ -332,7 +338,9 @@ def test_the_same_model_written_otherwise(joint_file) -> None:
 
 
 def test_a_file_tells_no_data(tmp_path) -> None:
-    """Numbers that tell a model are of stand-ins: other data make the same file."""
+    """The fingerprint of a model uses stand-ins for data: other data make the same
+    file.
+    """
     contents = []
     for seed in (1, 2):
         X = np.random.default_rng(seed).normal(size=(12, 2))
@@ -346,7 +354,7 @@ def test_a_file_tells_no_data(tmp_path) -> None:
 
 
 def test_files_of_saves_that_were_killed_are_removed(tmp_path, monkeypatch) -> None:
-    """Those of a save that is running are not, nor any others."""
+    """Files of a running save, and all others, stay."""
     left = tmp_path / f".numpyro_gpaug-{'0f' * 16}.tmp"
     others = [tmp_path / name for name in (".numpyro_gpaug-x.tmp", ".a.tmp", "b.npz")]
     for path in (left, *others):
@@ -374,7 +382,7 @@ def test_files_of_saves_that_were_killed_are_removed(tmp_path, monkeypatch) -> N
 
 
 def test_a_save_whose_file_is_removed_writes_it_again(tmp_path, monkeypatch) -> None:
-    """Where a file system has no locks, another save may take it for abandoned."""
+    """On a file system without locks, another save may consider it abandoned."""
     savez, removed = np.savez, []
 
     def removing(file, **arrays):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a fit is given: bad data, labels, plates, keys and starts raise early and by
-name; nothing ends in NaN or in a fit of something else."""
+"""Arguments of a fit: bad data, labels, plates, keys and starts raise early and by
+name. Nothing ends in NaN or in a fit of something else.
+"""
 
 import pickle
 from functools import partial
@@ -216,7 +217,7 @@ def test_plates_that_fit_their_data() -> None:
         gpaug.AutoSparseGP(lagged).setup(X[:15], X[:, 0], inducing=Z, ahead=2)
 
     def batched(X, y=None, *, inducing):
-        """Rows passed in: the plate only says how many there are."""
+        """The model with rows passed in: the plate has only their number."""
         gp = gpaug.GaussianProcess("f", KERNEL(), inducing)
         with numpyro.plate("data", 400, subsample_size=X.shape[0]):
             numpyro.sample("y", dist.Bernoulli(logits=gp(X)), obs=y)

@@ -68,7 +68,9 @@ def test_softmax_of_two_wide_latents(dtype: str) -> None:
 
 @pytest.mark.parametrize("link", [EXPONENTIAL, LOGISTIC], ids=lambda link: link.name)
 def test_sums_of_wide_latents_against_draws(link) -> None:
-    """By NumPy: the largest latent by quadrature, what the sum adds to it by draws."""
+    """The reference by NumPy: the largest latent by quadrature, the rest of the sum by
+    draws.
+    """
     m, v = wide_latents(7, 8)
     values = jax.jit(lambda m, v: expected_log_sum(link, m, v))(m, v)
     shares = jax.jit(lambda m, v: expected_shares(link, m, v))(m, v)
@@ -197,7 +199,9 @@ PREDICTED = {
      *(slow(k) for k in ("log-variance", "softmax"))],
 )  # fmt: skip
 def test_predictions_have_no_density_of_zero(name: str) -> None:
-    """Nor infinite slopes; and without variance they are the likelihood."""
+    """They do not have infinite slopes either, and without variance they are the
+    likelihood.
+    """
     make, draw, number, others, latents = PREDICTED[name]
     rng = np.random.default_rng(0)
     latent = real if draw is real else classes
@@ -234,7 +238,9 @@ def far_out(rng):
 
 @pytest.mark.parametrize("name", ["log-variance", slow("heteroscedastic")])
 def test_outliers_have_the_density_of_noise_beyond_the_nodes(name: str) -> None:
-    """By NumPy; noise that rare is beyond 5.5 standard deviations of its latent."""
+    """The reference is by NumPy; such noise is beyond 5.5 standard deviations of its
+    latent.
+    """
     make, _, _, _, names = PREDICTED[name]
     mean, latent, v, vg, y = far_out(np.random.default_rng(0))
     top = [2.0] if name == "heteroscedastic" else []
@@ -257,7 +263,7 @@ def test_outliers_have_the_density_of_noise_beyond_the_nodes(name: str) -> None:
 
 
 def test_counts_far_from_their_latents() -> None:
-    """By NumPy: sixty events where odds of a millionth were expected, and so on."""
+    """The reference is by NumPy; one case has sixty events where odds are a millionth."""
     m, v = np.float32([-14, -5, 0, 30]), np.float32([1, 0.25, 0.01, 4])
     y, total = np.float32([60, 40, 90, 3]), np.int32([100, 50, 100, 70])
 

@@ -100,7 +100,7 @@ def test_a_loop_without_steps_ends_a_run() -> None:
 def test_loops_are_longer_where_that_is_quicker(
     compiling, common, each, lengths, monkeypatch
 ) -> None:
-    """What is made once in a loop, of the rows of a million say, is a part of it."""
+    """Work done once for a loop, for example on a million rows, is a part of its time."""
     now, pace = 0.0, Pace(10**7)
     monkeypatch.setattr("time.perf_counter", lambda: now)
     taken = []
@@ -180,7 +180,7 @@ for _ in range(3):
 
 @pytest.mark.usefixtures("interruptible")
 def test_a_second_interrupt_ends_a_loop_of_long_fits() -> None:
-    """And is for a run again in the next cell of a notebook."""
+    """The next cell of a notebook can run again."""
     fits: list[Any] = []
 
     def interrupt(state, losses):

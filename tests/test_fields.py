@@ -56,7 +56,9 @@ def reference(adjacency):
 
 
 def log_density(covariance, x):
-    """Of a multivariate normal with mean zero, in double precision."""
+    """Return the log-density of a multivariate normal with mean zero, in double
+    precision.
+    """
     quadratic = x @ np.linalg.solve(covariance, x)
     return -0.5 * (quadratic + np.linalg.slogdet(2 * np.pi * covariance)[1])
 

@@ -28,7 +28,7 @@ def model(y=None):
 
 
 def in_child(function):
-    """What ``function`` says in a forked process; none if it hangs."""
+    """Return the output of ``function`` in a forked process; none if it hangs."""
     reader, writer = os.pipe()
     with warnings.catch_warnings():
         # JAX and Python warn about forks.

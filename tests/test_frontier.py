@@ -142,8 +142,9 @@ def split_at(density):
 
 @pytest.mark.parametrize("name", SPLIT)
 def test_the_two_halves_are_the_density(name):
-    """And the second derivatives of the second half couple no two data: it is the sum
-    over data that it is called."""
+    """The second derivatives of the second half couple no two data: it is a sum over
+    data.
+    """
     density, sizes = SPLIT[name]
     z, program, found = split_at(density)
     assert separation(program, [program.outputs.variable]).reason is None

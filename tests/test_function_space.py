@@ -162,7 +162,7 @@ def classes():
 
 @cache
 def elsewhere():
-    """New inputs, and what the fit says of the first four of them jointly."""
+    """Return new inputs, and the joint prediction of the first four of them."""
     new = np.asarray(toy(33, seed=3)[0])
     return new, classes()[0].predict_f(new[:4], full_covariance=True)
 

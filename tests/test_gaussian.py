@@ -53,7 +53,7 @@ def mean_and_variance(q):
 
 @jax.jit
 def divergence(q, loc, scale):
-    """From independent normals of the same event."""
+    """Return the divergence from independent normals of the same event."""
     shape = jnp.shape(q.loc)
     return kl_divergence(q, dist.Normal(loc, scale).expand(shape).to_event(len(shape)))
 

@@ -104,8 +104,9 @@ def test_golden_divergence(dtype):
 
 @slow_in_double
 def test_score_identities(dtype):
-    """The slopes of log_prob are those of the exponential family: the statistics minus
-    their means."""
+    """The slopes of log_prob are the statistics minus their means, as in every
+    exponential family.
+    """
     law = golden_law(dtype)
     p, a, b = (column(name) for name in "pab")
     x = np.asarray(0.8 * column("mean"), dtype)
@@ -145,7 +146,7 @@ def test_second_derivatives_are_covariances(x64):
 
 @pytest.mark.slow
 def test_gamma_limits(dtype):
-    """A vanishing coefficient leaves a Gamma or an inverse Gamma law."""
+    """With a vanishing coefficient the distribution is Gamma or inverse Gamma."""
     x = np.array([[0.1], [1.0], [7.0]], dtype)
     small, rtol = 1e-25, tol(dtype, 3e-6, 1e-12)
     laws = np.array([[2.5, 1.5, small], [-2.5, small, 1.5]], dtype)
@@ -302,8 +303,9 @@ def test_sampler_law(dtype, num):
 
 @pytest.mark.slow
 def test_known_order_of_one_half(dtype):
-    """The shortcut without rejections has the law of the general sampler; a traced
-    order takes the general one."""
+    """The shortcut without rejections has the distribution of the general sampler; a
+    traced order uses the general one.
+    """
     p, a, b = (np.asarray(v, dtype) for v in ([0.5, -0.5], 2.0, 1.0))
     known = GIG(p, a, b)
     assert known._is_inverse_gaussian()

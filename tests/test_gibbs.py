@@ -93,7 +93,7 @@ def matern(a, b, order, variance):
 
 
 def projection(rows, order=5, variance=3.0, inducing=6):
-    """From whitened inducing values to function values."""
+    """Return the projection of whitened inducing values to function values."""
     Z, at = X[:inducing].astype(float), X[rows].astype(float)
     factor = np.linalg.cholesky(matern(Z, Z, order, variance))
     return np.linalg.solve(factor, matern(Z, at, order, variance)).T
@@ -114,7 +114,7 @@ def posterior_of_classifier(rows):
 
 @pytest.mark.parametrize("rows", [20, 12], ids=["all", "some masked"])
 def test_augmented_gaussian_draws_from_the_posterior(rows) -> None:
-    """Masked data, whatever they hold, count as data left out."""
+    """Masked data of any value are equal to data left out."""
     mask = np.arange(20) < rows
     y = np.where(mask, LABELS, 7)
     found = chains_of_classifier(mask, y)
@@ -236,8 +236,9 @@ def test_parts_are_drawn_from_the_posterior(model, sampler) -> None:
 
 
 def test_draws_and_evidence_given_factors(x64) -> None:
-    """Of a process with two latents, by a factorisation of its inducing values or of
-    its data, and of the same numbers as a joint Gaussian."""
+    """A process with two latents is factorised by its inducing values or by its data,
+    and as a joint Gaussian of the same numbers.
+    """
     rng, size, num = np.random.default_rng(0), 3, 4
     A = rng.normal(size=(size, num))
     offset, h, w = (rng.normal(size=(2, num)) for _ in range(3))
@@ -413,7 +414,7 @@ def process_and_weights(X, y=None, *, inducing, likelihood):
 
 
 def test_slices_go_around_a_joint_gaussian_where_blocks_meet(x64) -> None:
-    """With Gaussian noise it is the posterior, and no move is ever refused."""
+    """With Gaussian noise the Gaussian is the posterior, and every move is accepted."""
     inputs, scale = X.astype(float), 0.5
     y = inputs[:, 0] + np.sin(3 * inputs[:, 1])
     data = {"inducing": inputs[:4], "likelihood": lambda f: dist.Normal(f, scale)}
@@ -520,7 +521,7 @@ def test_slices_learn_how_wide_the_posterior_is_in_warm_up() -> None:
 
 
 def test_slices_go_around_gaussians_of_their_scale() -> None:
-    """Differences of the log-density, of which constants are left out, by SciPy."""
+    """The reference has differences of the log-density, without constants, by SciPy."""
     rng, scale = np.random.default_rng(0), np.array([2.0, 0.5])
     here, there = ([rng.normal(size=s) for s in ((2, 3), (1, 4))] for _ in range(2))
 

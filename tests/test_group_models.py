@@ -68,7 +68,7 @@ def fitted(model, y, steps=60, **how):
 
 
 def of_both_forms(model, y, **how):
-    """Fit of a model as a dense Gaussian, and in groups, whatever these cost."""
+    """Fit a model as a dense Gaussian, and in groups, at any cost."""
     found = []
     for overhead in (np.inf, -np.inf):
         with pytest.MonkeyPatch.context() as patched:
@@ -119,7 +119,7 @@ def test_other_groups_fit_what_a_matrix_fits(x64, model, form):
 
 @pytest.mark.slow
 def test_rows_in_the_order_of_their_groups_fit_the_same(x64, of_groups):
-    """In blocks, as if they were many: bound, its derivatives and Gaussian."""
+    """In blocks, as with many rows: bound, its derivatives and Gaussian."""
     with small_blocks(2**14):
         _, (_, found, _) = of_both_forms(crossed, COUNTS)
     _, (_, expected, _) = of_groups
@@ -257,7 +257,7 @@ def test_minibatches_of_rows(monkeypatch):
 
 
 def test_no_array_of_groups_by_groups_or_rows_by_groups(monkeypatch):
-    """Sizes that are told apart in the shapes of a compiled step."""
+    """The sizes differ, so that the shapes of a compiled step identify them."""
     rows, groups, items = 3001, 613, 53
 
     def model(group, item, y=None):

@@ -33,7 +33,7 @@ def robust(eta):
 
 
 def log_density(z, data):
-    """Of slope, level and effects, at rows, by NumPy alone."""
+    """Return the log-density of slope, level and effects, at rows, by NumPy alone."""
     beta, level, effect = z[:, :1], z[:, 1:2], z[:, 2:]
     prior = beta[:, 0] ** 2 + level[:, 0] ** 2 / 4
     prior += (((effect - level) / TAU) ** 2).sum(1)
@@ -102,7 +102,7 @@ def states(t, y=None):
 
 
 def covariance(model, t):
-    """Of predictors under the prior."""
+    """Return the covariance of predictors under the prior."""
     if model is states:
         r = np.sqrt(3) * np.abs(t[:, None] - t) / 10
         return (1 + r) * np.exp(-r)
@@ -127,7 +127,7 @@ def covariance(model, t):
 def test_a_step_with_gaussian_noise_is_a_draw_of_the_posterior(
     model, t, x64, monkeypatch
 ) -> None:
-    """Whatever the form: along a chain, and group by group."""
+    """This holds for every structure: along a chain, and group by group."""
     y = RNG.normal(size=len(t))
     kernel, count = gpaug.AugmentedGaussian(model), 2000
     monkeypatch.setattr(costs, "_OVERHEAD", 0)
@@ -183,7 +183,7 @@ def test_other_blocks_leave_values_as_they_are(model, t, x64, monkeypatch) -> No
 def test_more_latents_than_a_matrix_may_have_rows_need_few_data(
     x64, monkeypatch
 ) -> None:
-    """Draws then take a matrix of as many rows as there are data."""
+    """Draws then factorise a matrix with a row for each datum."""
     monkeypatch.setattr(gibbs, "SAMPLE", costs.SAMPLE._replace(largest=50))
     monkeypatch.setattr(costs, "_OVERHEAD", 0)
     size, num, noise = 60, 5, 0.1

@@ -48,7 +48,7 @@ given = handlers.condition(mixed, data={"tau": TAU})
 
 
 def log_density(z):
-    """Of slope, level and effects, at rows, by NumPy alone."""
+    """Return the log-density of slope, level and effects, at rows, by NumPy alone."""
     beta, level, effect = z[:, :1], z[:, 1:2], z[:, 2:]
     eta = beta * X + effect[:, GROUP]
     below = [1 / (1 + np.exp(eta - c)) for c in CUTS]
@@ -117,8 +117,9 @@ def test_no_move_along_a_chain_is_refused(x64, monkeypatch) -> None:
 
 
 def test_other_blocks_leave_values_as_they_are_when_they_move(x64) -> None:
-    """A whitened latent would move with its scale; and the ratio is that of the
-    model's own density."""
+    """A whitened latent would move with its scale. The ratio is that of the model's own
+    density.
+    """
     model = partial(mixed, law=ordinal)
     args = X, GROUP, ORDERED
     kernel = gpaug.EllipticalSlice(model).wrap_model(conditioned)
@@ -182,7 +183,7 @@ def test_what_slices_cannot_take_is_named() -> None:
 
 
 def test_weights_of_a_softmax_are_moved_as_one():
-    """By turns draws are worth half of these, and a fortieth in worse cases."""
+    """Moved in turn, draws are worth half as much, and a fortieth in worse cases."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(60, 4, 2)) + 2 * np.arange(4)[:, None]
     y = (x @ [-1.5, 0.5] + 2.0 * np.arange(4) + rng.gumbel(size=(60, 4))).argmax(1)

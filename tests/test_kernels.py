@@ -80,8 +80,9 @@ def evaluate(kernel, *inputs):
 
 @jax.jit
 def evaluate_all(kernels, X, Z):
-    """Of every kernel: covariances with other inputs and with the same object, and
-    variances. One compilation for all."""
+    """Return, for every kernel, covariances with other inputs and with the same object,
+    and variances. One compilation computes all.
+    """
     return [(kernel(X, Z), kernel(X, X), kernel(X)) for kernel in kernels]
 
 
@@ -315,8 +316,9 @@ SELDOM = "Matern12", "Matern52", "RationalQuadratic", "sum"
     [slow(k) if k in SELDOM else k for k in DEVIATING],
 )
 def test_deviations_from_the_constant_do_not_cancel(name):
-    """In float32, of lengthscales that leave 1e-7 to 1 of the variance; and they have
-    the derivative of the kernel."""
+    """In float32, at lengthscales that leave 1e-7 to 1 of the variance; the derivative
+    is the kernel's.
+    """
     X, Z = draw(0, 7, 3), draw(1, 5, 3)
 
     def deviation(scale, X, Z):
@@ -348,7 +350,7 @@ def test_deviations_from_the_constant_do_not_cancel(name):
 
 
 def test_deviations_are_rounded_as_few_times_as_can_be():
-    """At distances whose squares float32 has: XLA's ``expm1`` is out by 5 units."""
+    """The distances have squares in float32; XLA's ``expm1`` has an error of 5 units."""
     X, Z = np.arange(1, 257, dtype="f")[:, None] / 64, np.zeros((1, 1), "f")
     found = np.asarray(jax.jit(SquaredExponential().deviation)(X, Z), float)
     exact = np.expm1(-0.5 * np.square(X.astype(float)))

@@ -167,7 +167,7 @@ def heteroscedastic(t, y=None):
 
 
 def product(t, y=None):
-    """Two Gaussians multiplied: neither is held fixed."""
+    """The model has a product of two Gaussians: neither is fixed at a point."""
     a = numpyro.sample("a", dist.Normal(1, 0.3))
     b = numpyro.sample("b", dist.Normal(1, 0.3))
     with numpyro.plate("data", len(t)):
@@ -434,7 +434,7 @@ def test_names_of_what_can_be_predicted(counts):
 
 
 def test_the_predictor_of_any_likelihood_needs_no_name(counts):
-    """It is without its offset."""
+    """The predictor is returned without its offset."""
     found, named = (counts[0].predict_f(T[:1], GROUP[:1], site=s) for s in (None, "mu"))
     np.testing.assert_allclose(found.mean + 0.5 * T[:1], named.mean, rtol=1e-5)
     np.testing.assert_allclose(found.variance, named.variance, rtol=1e-5)
@@ -726,7 +726,7 @@ def test_plates_of_one_and_groups_without_rows(group, effects):
 
 @pytest.mark.parametrize(("scale", "double"), [(30.0, False), slow(1000.0, True)])
 def test_collinear_columns_and_wide_priors(scale, double):
-    """Of two columns that are the same the sum is known, as well as that of one."""
+    """If two columns are equal, their sum is known as well as the effect of one."""
 
     def model(X, y=None):
         w = numpyro.sample("w", dist.Normal(0, scale).expand([3]).to_event(1))

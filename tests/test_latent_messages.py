@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Latent Gaussian models: what is said of models and data that do not fit, and what
-tables leave out."""
+"""Latent Gaussian models: messages about models and data that do not fit, and the rows
+that tables omit.
+"""
 
 import re
 
@@ -75,7 +76,8 @@ def test_models_without_gaussian_latents_are_told_what_these_are(model, message)
 
 def test_draws_have_the_density_of_their_values():
     """Where the posterior is Gaussian, every draw's importance ratio is the evidence,
-    whatever scales and factors the latents are made of."""
+    for any scales and factors of the latents.
+    """
 
     def normal(t, y=None):
         b = numpyro.sample("b", dist.Normal(0, 2))
@@ -150,8 +152,9 @@ def test_a_posterior_is_no_tree(posterior, function):
     ],
 )
 def test_draws_of_mixtures_have_their_moments_and_are_independent(law):
-    """Of numbers, whose node is picked first, and of what has other distributions in
-    it, of which all nodes are drawn."""
+    """For numbers a node is drawn first; distributions with others inside draw from all
+    nodes.
+    """
     f = np.array([[-1.0, 0.5], [0.2, -0.3], [1.5, 2.0]], "float32")
     treedef = jax.tree.structure(law(f[0]))
     stacked = [jax.tree.leaves(law(row)) for row in f]
@@ -208,7 +211,7 @@ def test_data_of_a_later_run_are_checked_too(later):
 
 @pytest.mark.slow
 def test_another_number_of_members_is_another_guides_work(later):
-    """Its own, anew."""
+    """A new guide fits another number of members."""
     svi, run, (group, y), first = later
     more = run(group, y, groups=6)
     posterior = svi.posterior(more)

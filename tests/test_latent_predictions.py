@@ -49,7 +49,7 @@ def test_models_without_inputs_are_predicted():
 
 
 def alike(t, y=None, z=None, *, law):
-    """Columns that have their law in common, and data that all have."""
+    """The model: columns with a common distribution, and data with one for all."""
     a = numpyro.sample("a", dist.Normal(0, 1))
     b = numpyro.sample("b", dist.Normal(0, 1))
     with numpyro.plate("columns", 2), numpyro.plate("rows", len(t), dim=-2):
@@ -102,7 +102,7 @@ def test_predictions_have_the_shape_of_data(law):
 
 
 def survival(t, time=None, died=None):
-    """Durations, of which some were cut off."""
+    """The model: durations, some of them censored."""
     b = numpyro.sample("b", dist.Normal(0, 1).expand([2]).to_event(1))
     eta = numpyro.deterministic("eta", b[0] + b[1] * t)
     if time is not None:

@@ -45,7 +45,7 @@ def data():
 
 @cache
 def fitter(optim=None, step_size=None):
-    """By the same one, nothing is compiled again."""
+    """Return one fitter, so that nothing is compiled again."""
     guide = gpaug.AutoSparseGP(model)
     return gpaug.ConjugateSVI(model, guide, optim, step_size=step_size)
 

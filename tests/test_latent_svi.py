@@ -36,8 +36,9 @@ def mixed(x, group, y=None, *, law):
 
 @pytest.mark.parametrize("law", ["normal", slow("poisson")])
 def test_losses_are_those_of_closed_form_updates(x64, law) -> None:
-    """At the Gaussian that these find. With Gaussian noise it is the posterior, and
-    every draw has the evidence for a ratio."""
+    """The losses are compared at the Gaussian of closed-form updates. With Gaussian
+    noise it is the posterior, and every draw's ratio is the evidence.
+    """
     args, data = (X, GROUP, DATA[law]), {"law": law}
     model = partial(mixed, **data)
     svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model), None)
@@ -123,7 +124,7 @@ def test_natural_parameters_are_refused_by_name() -> None:
 
 
 def test_a_fit_beside_a_large_constant_ends_by_itself() -> None:
-    """In float32 the least rise that counts is lost in such a bound."""
+    """In float32, such a bound does not resolve the smallest rise that counts."""
 
     def model(x, group, y=None):
         numpyro.factor("constant", -1e6)

@@ -123,7 +123,9 @@ def climb(fn, start, evaluations, rounding=0.0, unresolved=0.0):
 
 
 def test_directions_are_those_of_the_recursion_of_l_bfgs(x64) -> None:
-    """The compact form against optax's loop over pairs, of which only five are kept."""
+    """The compact form agrees with optax's loop over pairs, of which only five are
+    kept.
+    """
     pairs, points = 5, np.random.default_rng(0).normal(size=(8, 4))
     gradients = -points @ np.diag([1.0, 3.0, 10.0, 0.5]) + 0.1 * np.sin(points)
     memory, other = Memory.empty(jnp.zeros(4), pairs), optax.scale_by_lbfgs(pairs)
@@ -388,8 +390,10 @@ def test_a_fit_ends_where_the_collapsed_bound_is_highest(learnt, fixed) -> None:
 
 
 def test_several_latents_settle_in_float32_as_in_float64(monkeypatch) -> None:
-    """Where bounds show no rise any more slopes do: ten classes' searches had ended
-    half a nat early. Of all moves, 12 are enough: means of classes move together."""
+    """Slopes decide where bounds resolve no rise: the searches of ten classes once
+    ended half a nat early. Twelve moves are enough, since the means of classes move
+    together.
+    """
     monkeypatch.setattr(settling, "MAX_MOVES", 12)
     rng = np.random.default_rng(0)
     X, classes = rng.normal(size=(40, 2)).astype(np.float32), 5
@@ -477,7 +481,7 @@ UNITS = r'"f"\): its function values are almost {}, both at the start and at the
 def test_inputs_in_other_units_than_the_lengthscale_are_named(
     learnt, fixed, recwarn
 ) -> None:
-    """All that learning sees there is that the labels are of one level."""
+    """With such inputs, learning finds only the common level of the labels."""
     svi, (X, y), _ = learnt
     constant = UNITS.format("equal at all rows") + r".* is 0\.0016 \(0\.0016 length"
     with pytest.warns(UserWarning, match=constant) as seen:
@@ -588,8 +592,9 @@ def counts(X, y=None, *, inducing, batch_size=None):
 
 @pytest.mark.slow  # a former defect
 def test_steps_on_batches_that_overshoot_are_halved() -> None:
-    """From the prior, whose rates are near 1, a sixth of the way to counts of hundreds
-    leads to rates that are not finite."""
+    """From the prior, with rates near 1, a sixth of the way to counts of hundreds leads
+    to rates that are not finite.
+    """
     X = np.linspace(-3, 3, 120, dtype="float32")[:, None]
     rate = np.exp(3 + 3 * np.sin(X[:, 0]))
     y = np.random.default_rng(0).poisson(rate)

@@ -24,7 +24,7 @@ Z = X[:12]
 
 @cache
 def fitter(model, rows):
-    """Refits, which are all of as many rows, share a program."""
+    """Return one fitter: all refits have equal numbers of rows, and share a program."""
     return gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), None)
 
 

@@ -88,7 +88,9 @@ CITIZENS = TABLE | {
 
 @cache
 def compiled(name, dtype):
-    """And its mean and variance, in one program: op by op it takes long."""
+    """Return the log-density, mean and variance in one program: op by op they take
+    long.
+    """
 
     @jax.jit
     def make():
@@ -386,7 +388,9 @@ def test_predictive_probabilities(x64, case) -> None:
 
 @slow_in_double
 def test_predictive_distribution_functions_of_counts(dtype) -> None:
-    """At latents of any spread; below zero, between whole numbers, at the top."""
+    """Latents have any variance; the values are below zero, between whole numbers, and
+    at the top.
+    """
     laws = {
         "binomial": (
             lambda z: dist.Binomial(1000, logits=z),

@@ -120,8 +120,9 @@ def with_heights(name, d, means, variances):
 
 @cache
 def compiled(name: str, dtype: str):
-    """The expectation and its slopes, the likelihood and the law of a prediction: one
-    program per case, which the tests share."""
+    """Return the expectation and its slopes, the likelihood and the predictive
+    distribution: one program per case, which the tests share.
+    """
 
     @jax.jit
     def program(means, variances, y):
@@ -254,7 +255,9 @@ def test_dtypes(x64, dtype: str, name: str) -> None:
 
 
 def test_a_cell_out_of_reach_adds_nothing(dtype: str) -> None:
-    """Whatever its density: a rate of zero has none for a count of three."""
+    """This holds for any density in the cell: with a rate of zero, a count of three has
+    none.
+    """
     m, v = np.array([400.0], dtype), np.array([1e-4], dtype)
 
     @jax.jit

@@ -73,8 +73,9 @@ CASES = [(m, v) for m in (-40.0, -7.0, 0.0, 0.3, 12.0) for v in (1e-8, 0.1, 4.0,
 
 
 def exact_cells(mean: float, variance: float) -> np.ndarray:
-    """By survival functions or distribution functions, whichever is the smaller, in
-    doubles."""
+    """Return cell probabilities by survival functions or distribution functions,
+    whichever is smaller, in double precision.
+    """
     z = (np.array([-np.inf, *EDGES, np.inf]) - mean) / np.sqrt(variance)
     low, high = z[:-1], z[1:]
     right = st.norm.sf(low) - st.norm.sf(high)
@@ -126,7 +127,7 @@ def test_expectations_of_steps(dtype: str) -> None:
 
 
 def test_gradients_of_cells(x64) -> None:
-    """Also where the mean sits on an edge."""
+    """The mean may be at an edge."""
     m, v = np.array([-5.0, EDGES[6], 2.0]), np.array([3.0, 0.5, 40.0])
 
     @jax.jit
@@ -213,7 +214,7 @@ def test_no_cancellation_in_float32() -> None:
     ],
 )
 def test_pieces_for_an_accuracy(function, error: float) -> None:
-    """Of functions in NumPy: the search takes one at as many shapes as it has steps."""
+    """The functions are in NumPy: the search calls them at a new shape in every step."""
     mean, variance = np.array([-1.0, 1.0]), np.array([1.0, 0.5])
     link = PiecewiseLink.to_accuracy(function, error, mean, variance)
     fewer = PiecewiseLink.from_function(

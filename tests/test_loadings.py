@@ -64,7 +64,9 @@ def problem(dtype="float64"):
 
 @cache
 def fitter():
-    """Of float64: for five rows and loadings (4, 2) nothing is compiled again."""
+    """Return a fitter in float64: for five rows and loadings (4, 2) nothing is compiled
+    again.
+    """
     return gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model))
 
 

@@ -110,7 +110,7 @@ QUICK = [("factor", "auto"), ("poisson", "augmented")]
     [c if c in QUICK else slow(*c) for c in CASES],
 )
 def test_the_bound_is_at_rest_there(x64, name: str, updates: str) -> None:
-    """In few steps, without an optimiser, through weights and masks."""
+    """Few steps are enough, without an optimiser, through weights and masks."""
     X, y, Z = data(LIKELIHOODS[name][1])
     weights = np.random.default_rng(1).uniform(0.5, 3.2, 40)
     kwargs = {"inducing": Z, "name": name, "weights": weights}

@@ -51,7 +51,7 @@ def fitter(model=model, **options):
 
 @pytest.fixture(scope="module")
 def fitted():
-    """Genes, of which three cannot be fitted, and their fits."""
+    """Return genes, three of which cannot be fitted, and their fits."""
     with jax.enable_x64(True):
         svi, (x, subject, exposure, y) = fitter(), genes()
         subjects = np.stack([subject] * GENES)

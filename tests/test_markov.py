@@ -215,7 +215,7 @@ def test_forecasts_and_draws(dtype):
 
 @pytest.mark.slow
 def test_counts_like_those_of_a_dense_process(dtype):
-    """By a full process at the distinct times, too."""
+    """The dense reference is a full process at the distinct times."""
     data = *(jnp.asarray(x, dtype) for x in (T, COLUMN)), GROUP, COUNTS
     new = jnp.asarray(T_NEW, dtype), jnp.ones(11), np.arange(11) % 4
     given = {"markov": False, "inducing": np.unique(data[0])}
@@ -242,7 +242,7 @@ def sensors(t, u, y=None, z=None):
 
 
 def test_the_order_of_processes_in_turn():
-    """The second has fewer numbers: those that it has not are standard normal."""
+    """The second process has fewer states: the missing ones are standard normal."""
     sites = [("f.v", (3, 2)), ("g.v", (2, 1))]
     turns = tuple((name, (0,)) for name, _ in sites)
     steps = tuple(Grouping((turn,), correlated=True) for turn in turns)
@@ -270,7 +270,7 @@ def test_the_order_of_processes_in_turn():
 
 @pytest.mark.slow
 def test_processes_at_different_times_are_one_chain(dtype, tmp_path):
-    """The steps of the one follow those of the other, whose states are larger."""
+    """The steps of one process follow those of the other, which has larger states."""
     t, u = T, 3 + 0.7 * T[:50]
     y, z, new = REAL, np.cos(u), np.asarray(T_NEW, dtype)
     data = tuple(np.asarray(x, dtype) for x in (t, u, y, z))
@@ -348,8 +348,9 @@ def test_processes_that_are_given_the_same_times_are_one_chain():
 
 @pytest.mark.slow
 def test_integrated_hyperparameters(dtype):
-    """With steps that are far shorter than the lengthscale: float32 does not have the
-    digits of the noise of draws of states."""
+    """Steps are far shorter than the lengthscale: float32 does not resolve the noise of
+    draws of states.
+    """
     rng = np.random.default_rng(0)
     t = np.sort(rng.uniform(0, 100, 150))
     y = rng.poisson(np.exp(1 + np.sin(t / 5)))
@@ -458,7 +459,7 @@ def test_a_part_of_a_plate_has_no_chain_of_its_own():
 
 
 def test_states_have_the_precision_of_other_latents():
-    """In float32 the links of states would not be exact enough for those in float64."""
+    """In float32, links of states would not be exact enough for latents in float64."""
 
     def states(t):
         with handlers.trace() as trace, handlers.seed(rng_seed=0):

@@ -173,7 +173,7 @@ def test_golden_problem(x64, kind: str, which: str) -> None:
 
 
 def test_given_auxiliaries_the_model_is_gaussian(x64) -> None:
-    """With the log-density by NumPy."""
+    """The log-density is computed by NumPy."""
     y = np.array([0, 1, 2])
 
     def log_density(f):
@@ -191,8 +191,9 @@ def test_given_auxiliaries_the_model_is_gaussian(x64) -> None:
 
 
 def test_the_bound_is_tight_without_variance_and_so_are_its_sites(x64) -> None:
-    """Those of the means of the auxiliaries, by NumPy: for an exponential rate with
-    mean 1 / S the counts have means sigmoid(-f) / S."""
+    """The reference has the factors at the means of the auxiliaries, by NumPy: for an
+    exponential rate with mean 1 / S the counts have means sigmoid(-f) / S.
+    """
     f = 2 * np.random.default_rng(1).normal(size=(5, 3))
     y = np.array([0, 1, 2, 2, 0])
     augmentation = lookup_augmentation(gpaug.LogisticSoftmax)

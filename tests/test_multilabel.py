@@ -288,7 +288,9 @@ def test_few_integers_and_many():
 
 
 def every_estimate(sampler, row, g, num_negatives):
-    """Of the sum of ``g[row]``, for every set of ranks that may be drawn."""
+    """Return the estimates of the sum of ``g[row]``, for every set of ranks that may be
+    drawn.
+    """
     num_labels = g.shape[1]
     positives = sampler._labels[sampler._starts[row] : sampler._starts[row + 1]]
     absent = num_labels - len(positives)

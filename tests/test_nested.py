@@ -109,7 +109,9 @@ def test_draws_from_the_prior_are_those_of_jax_at_the_same_keys():
 
 
 def of_vector(density):
-    """Of the unconstrained hyperparameters of the normal model."""
+    """Return a function of the vector of unconstrained hyperparameters of the normal
+    model.
+    """
     return lambda x: density({"tau": x[0], "sigma": x[1]})
 
 
@@ -121,7 +123,7 @@ def exact_energy(values):
 
 
 def test_normal_models_collapse_to_the_exact_marginal_likelihood(x64):
-    """With its gradient, and the Hessian times a vector."""
+    """The gradient and the Hessian times a vector are exact, too."""
     at, along = jnp.array([-0.3, -0.9]), jnp.array([0.6, -0.8])
 
     def both(density):
@@ -166,7 +168,7 @@ def test_sparse_processes_are_collapsed_as_draws_are_weighed(x64, projected):
     ids=["counts", "binary"],
 )
 def test_the_envelope_gradient_is_the_gradient(x64, model, y):
-    """And of several hyperparameters at once it is that of each."""
+    """For several hyperparameters at once, it is the gradient in each."""
     density = jax.value_and_grad(lambda u: energy(model, y)({"tau": u}))
     step = 1e-3
     at = jnp.array([-1.0, 0.8, -0.3, -0.3 + step, -0.3 - step])
@@ -288,7 +290,7 @@ def test_the_evidence_of_a_normal_model_against_a_grid(of_normal):
 
 
 def marginal(group, y=None):
-    """The same, its latents integrated by hand, and one that no data see."""
+    """The same model with its latents integrated by hand, and a latent without data."""
     tau = numpyro.sample("tau", dist.HalfNormal(1))
     sigma = numpyro.sample("sigma", dist.HalfNormal(1))
     numpyro.sample("spare", dist.Normal(1, 2))
@@ -779,8 +781,9 @@ def classes(x, y=None):
 def test_draws_of_correlated_predictors_are_from_the_gaussian_that_was_found(
     x64, model
 ):
-    """Its factors have a part for pairs of predictors, without which k-hat of small
-    models had been above 1."""
+    """The factors have a term for pairs of predictors; without it k-hat of small models
+    was above 1.
+    """
     x = jnp.asarray(np.random.default_rng(0).normal(size=N))
     y = COUNTS.clip(max=2) if model is classes else jnp.asarray(REAL + x)
     arguments = Arguments.split((x, y), {})
@@ -871,7 +874,9 @@ def test_factors_of_normal_data_are_known_between_others():
 
 @pytest.mark.parametrize("excess", [1.0, 1.4])
 def test_the_width_of_draws_is_that_of_the_target(excess):
-    """Of a normal target as wide as one of the widths, or as the Gaussian itself."""
+    """The normal target has one of the candidate widths, or the width of the Gaussian
+    itself.
+    """
     rng, latents = np.random.default_rng(0), 5
     sizes = np.array([1.0, 1.2, 1.4, 2.0])
     kinds = np.arange(8000).reshape(1000, 8) % 4
@@ -921,8 +926,9 @@ def weighted(ratios, **options):
 
 @pytest.mark.parametrize("d", [1, 2])
 def test_rounds_make_weights_even(d):
-    """From a t distribution that is too narrow for tails that fall like exponentials:
-    k-hat falls below its limit with every key, and the evidence is right."""
+    """The first proposal is a t distribution that is too narrow for exponential tails.
+    k-hat falls below its limit with every key, and the evidence is right.
+    """
 
     class Exact:
         """Draws of no latents at points whose density is known."""
@@ -1166,8 +1172,9 @@ def test_a_bound_that_is_not_finite_is_explained():
 
 
 def test_other_devices_take_draws_in_batches(monkeypatch):
-    """Arrays without elements, those of a chain without a border, are cut, too.
-    The evidence is that of draws one by one."""
+    """Arrays without elements (a chain without a border) are cut, too. The evidence is
+    that of draws one by one.
+    """
 
     def model(y=None):
         z = numpyro.sample("z", dist.GaussianRandomWalk(0.3, num_steps=5))

@@ -109,8 +109,9 @@ def test_groups_are_told_by_values():
 
 @pytest.mark.slow
 def test_groups_are_told_where_the_posterior_is():
-    """Censored times and a wide level: under the prior densities are zero or one,
-    whatever the effect of a group is, as if no group had anything to do with them."""
+    """With censored times and a wide level, densities under the prior are zero or one
+    for any effect of a group: there no datum seems to depend on a group.
+    """
     groups, rng = 48, np.random.default_rng(3)
     time = np.exp(10 + 0.5 * rng.normal(size=groups)) * rng.exponential(size=groups)
     seen = np.arange(groups) % 2

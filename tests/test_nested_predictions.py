@@ -221,7 +221,9 @@ def test_groups_predict_what_matrices_predict(monkeypatch):
 
 
 def log_marginal(y, group):
-    """Of the model of counts, by sums over tau, the level and each effect."""
+    """Return the log marginal likelihood of the model of counts, by sums over tau, the
+    level and each effect.
+    """
     tau = np.exp(np.linspace(-4.5, 1.6, 50))
     level, a = np.linspace(-3.5, 3.5, 71), np.linspace(-6, 5, 441)
     width = a[1] - a[0]
@@ -260,7 +262,9 @@ def process(X, y=None, *, Z):
 
 
 def probabilities(num):
-    """Of a process at new inputs, from data of this number; and the run."""
+    """Return the probabilities of a process at new inputs, from data of this number,
+    and the run.
+    """
     rng = np.random.default_rng(0)
     X = rng.uniform(-3, 3, (num, 1))
     y = rng.binomial(1, special.expit(2 * np.sin(2 * X[:, 0])))

@@ -37,7 +37,7 @@ def binary(X, y=None, *, inducing):
 
 
 def of_gp(X, y=None, *, inducing):
-    """At fixed hyperparameters, for the variants below."""
+    """The model at fixed hyperparameters, for the variants below."""
     gp = gpaug.GaussianProcess("f", gpaug.kernels.SquaredExponential(1.0), inducing)
     return gp(X)
 
@@ -114,7 +114,9 @@ def effect_by_row(X, y=None, *, inducing):
 
 
 def plate_as_large(X, y=None, *, inducing):
-    """Another plate that data are in has as many members as there are rows then."""
+    """The model has another plate around data, which here has as many members as there
+    are rows.
+    """
     f = of_gp(X, inducing=inducing)
     with numpyro.plate("items", 64, dim=-2), numpyro.plate("data", X.shape[0]):
         y = None if y is None else jnp.broadcast_to(y, (64, len(X)))
@@ -230,7 +232,7 @@ def test_rows_are_added_whatever_the_likelihood(name) -> None:
 
 
 def test_arrays_that_once_have_as_many_entries_as_there_are_rows() -> None:
-    """Inducing inputs are as many as the rows of one data set, but not of another."""
+    """There are as many inducing inputs as rows in one data set, but not in another."""
     padding, kwargs = Padding(binary), {"inducing": INDUCING}
     for num in (7, 9, 7):
         found = padding(Arguments.split(data(num), kwargs))

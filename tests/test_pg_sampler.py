@@ -123,7 +123,7 @@ def test_oracle_against_series(b, c):
 
 
 def log_rho(x: float, h: float) -> mpmath.mpf:
-    """In 120-digit arithmetic."""
+    """Return the logarithm of rho in 120-digit arithmetic."""
     total, binomial, n = mpmath.mpf(0), mpmath.mpf(1), 0
     while True:
         size = binomial * (2 * n + h) / h * mpmath.exp(-2 * n * (n + h) / x)
@@ -217,8 +217,9 @@ def test_extreme_shapes(dtype):
 
 
 def test_small_shapes_are_first_passages():
-    """For small shapes ``P(omega > x)`` is of order ``b``, and what is left is the
-    Levy law of a first passage."""
+    """For small shapes ``P(omega > x)`` is of order ``b``, and the limit is the Levy
+    distribution of a first passage.
+    """
     b = 1e-3
     x = np.asarray(PolyaGamma(b, 0.0).sample(random.key(0), (4000,)), float)
     median = (b / ndtri(0.75)) ** 2 / 4

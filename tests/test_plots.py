@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the plots draw: axes, labels and data."""
+"""The content of the plots: axes, labels and data."""
 
 import builtins
 
@@ -48,8 +48,9 @@ def model(X, y=None, *, Z, kind, outputs=None):
 
 
 def of_function(function, X, y, Z, kind):
-    """A posterior that knows ``function`` at the inducing inputs, up to 0.1: q of the
-    whitened values by NumPy, not fitted. A column per latent."""
+    """Return a posterior near ``function`` at the inducing inputs, within 0.1: q of the
+    whitened values is computed by NumPy, not fitted. Each latent has a column.
+    """
     r = np.sqrt(5 * ((Z[:, None] - Z[None]) ** 2).sum(-1)) / 0.8
     gram = 2 * (1 + r + r**2 / 3) * np.exp(-r) + 1e-5 * np.eye(len(Z))
     L = np.linalg.cholesky(gram)

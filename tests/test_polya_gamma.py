@@ -49,7 +49,9 @@ def _log_prob(x, b, c):
 
 
 def log_prob(x, b, c):
-    """In blocks of one size: the density takes seconds to compile for each."""
+    """Return the log-density, in blocks of one size: it takes seconds to compile for
+    each shape.
+    """
     arrays = np.broadcast_arrays(*(np.asarray(a) for a in (x, b, c)))
     shape, size = arrays[0].shape, arrays[0].size
     dtype = jnp.result_type(*arrays, 0.0)

@@ -176,7 +176,7 @@ def test_keyword_data_and_observations_are_forgotten() -> None:
 
 
 def test_what_the_fit_had_by_row_and_a_prediction_lacks_is_named() -> None:
-    """A note on whatever the model raises without it."""
+    """A note is added to any error that the model raises without the argument."""
 
     def model(X, y=None, scale=None, *, inducing):
         gp = gpaug.GaussianProcess("f", gpaug.kernels.Matern32(), inducing=inducing)

@@ -46,7 +46,7 @@ def grouped(group, y=None):
 
 
 def assert_precise(lowered):
-    """Every product of matrices of a lowered program says its precision."""
+    """Check that every product of matrices in a lowered program has a stated precision."""
     products = re.findall(r"stablehlo\.dot_general.*", lowered.as_text())
     assert products
     rough = [p for p in products if "precision = [HIGHEST, HIGHEST]" not in p]

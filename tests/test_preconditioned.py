@@ -106,8 +106,9 @@ def test_it_is_the_gaussian_its_draws_come_from(precision, num_latents) -> None:
 
 
 def test_it_contains_the_optimum_of_a_full_process(x64) -> None:
-    """With Z = X and one latent per datum, the optimal precision is that of K plus a
-    diagonal (equation A.5 of the paper)."""
+    """With Z = X and one latent per datum, the optimal precision is K's plus a diagonal
+    (equation A.5 of the paper).
+    """
     X, y = data()
     svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model))
     best = svi.run(KEY, 60, X, y, inducing=X, progress_bar=False)

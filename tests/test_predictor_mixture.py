@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixtures over nodes of a law's parameters."""
+"""Mixtures over nodes of the parameters of a distribution."""
 
 from collections.abc import Callable
 from typing import Any
@@ -58,7 +58,7 @@ def test_draws_follow_the_probabilities(name: str) -> None:
 
 
 class Silent(dist.Distribution):
-    """A law of a user's that says no more than it has to."""
+    """A user's distribution, with the required methods only."""
 
     support = dist.constraints.real
     arg_constraints: dict[str, Any] = {"loc": dist.constraints.real}

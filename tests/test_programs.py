@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random programs are right or refused; see :mod:`tests.programs`."""
+"""Random programs are fitted correctly or refused; see :mod:`tests.programs`."""
 
 import pytest
 

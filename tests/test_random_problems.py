@@ -38,7 +38,9 @@ DEAR = ("logistic-softmax", "robust-max")
 
 
 def cases() -> list[int]:
-    """A thousand problems: a quarter as many of the dear ones as of others."""
+    """Return a thousand problems: a quarter as many of the expensive ones as of the
+    others.
+    """
     names = list(LIKELIHOODS)
     rounds = (divmod(case, len(names)) for case in range(FIRST))
     chosen = [not (names[k] in DEAR and i % 4) for i, k in rounds]
@@ -49,7 +51,7 @@ CASES = cases()
 
 
 def checksum(problem: Problem) -> int:
-    """Of the data: other versions of NumPy may draw others."""
+    """Return a checksum of the data: other versions of NumPy may draw other data."""
     return zlib.crc32(b"".join(np.ascontiguousarray(x).tobytes() for x in problem))
 
 
@@ -76,7 +78,7 @@ def digits(scale: float) -> int:
 
 
 def golden_outcome(golden: dict[str, Any], place: int) -> Outcome:
-    """What float64 predicts for a problem, by its place in ``CASES``."""
+    """Return float64's prediction for a problem, by its index in ``CASES``."""
     mean, scale = (np.array(golden[k][place]) for k in ("means", "scales"))
     return Outcome(True, mean, scale)
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is released: modules and the mark of types, one version, pages that lead
-somewhere."""
+"""The release: modules and the mark of types, one version, working links."""
 
 import re
 import tomllib

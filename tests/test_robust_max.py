@@ -82,7 +82,7 @@ def test_density_and_draws(dtype) -> None:
 
 
 def test_gradients_against_differences(x64) -> None:
-    """Of the expectation in means, variances and epsilon."""
+    """The gradient of the expectation is in means, variances and epsilon."""
     rng = np.random.default_rng(3)
     at = (
         rng.normal(size=(4, 5)),
@@ -193,8 +193,9 @@ def test_all_hard_problems(dtype) -> None:
 
 @pytest.mark.slow
 def test_bad_starts() -> None:
-    """From a q far from any posterior the bound rises, if to an optimum of its own: it
-    is not concave."""
+    """From a q far from any posterior the bound rises, possibly to a local optimum: it
+    is not concave.
+    """
     X, y = blobs(60)
     svi = fitter(model)
     best = run(svi, X, y, 100, inducing=X[:10]).losses[-1]

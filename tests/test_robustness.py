@@ -40,7 +40,7 @@ def assert_monotone(losses, dtype) -> None:
 
 
 def fitters(updates: str):
-    """With hyperparameters at rest and learnt jointly."""
+    """Return fitters with hyperparameters fixed, and learnt jointly."""
     return [
         gpaug.ConjugateSVI(classifier, gpaug.AutoSparseGP(classifier), None, updates),
         gpaug.ConjugateSVI(
@@ -82,7 +82,7 @@ def test_hard_problems_all_sites(dtype) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("updates", ["auto", "exact", "augmented"])
 def test_bad_starts(updates: str) -> None:
-    """From a q far from any posterior: the bound rises to the same optimum."""
+    """From a q far from any posterior, the bound rises to the same optimum."""
     X, y = toy(40)
     Z = X[:10]
     svi = gpaug.ConjugateSVI(classifier, gpaug.AutoSparseGP(classifier), None, updates)

@@ -63,7 +63,9 @@ def test_closed_form_ends_at_the_brute_force_bound(num_latents, updates):
 
 @pytest.mark.parametrize("num_latents", [SLOW_ONE, 3])
 def test_the_first_step_on_a_batch_is_the_formula(num_latents):
-    """From the prior every f has mean 0 and variance 2, so PG(1, sqrt(2))."""
+    """Under the prior every f has mean 0 and variance 2: the auxiliaries are PG(1,
+    sqrt(2)).
+    """
     (X, y), kwargs = problem(num_latents, size=24)
     Z = kwargs["inducing"]
     batch = np.asarray(X)[:6], np.asarray(y)[:6]
@@ -250,7 +252,7 @@ def test_batch_losses_average_to_the_full_loss(num_latents):
 
     @jax.jit
     def both(idx, X_batch, y_batch):
-        """By a plate that draws, and by batches passed in."""
+        """Fit with a plate that draws rows, and with batches passed in."""
         chosen = handlers.substitute(classifier, data={"data": idx})
         at = random.key(KEY), params
         drawn = loss.loss(*at, chosen, guide, X, y, **batched)

@@ -130,8 +130,9 @@ COUNTS = np.arange(STEPS) % 3
 
 
 def rates(where):
-    """A level and its rate, which is observed in the scan, after it, or by another rate
-    there; and is carried, though nothing looks at it."""
+    """The model: a level and its rate, which is observed in the scan, after it, or by
+    another rate there. The scan carries it though nothing reads it.
+    """
 
     def model(y=None):
         scale = numpyro.sample("scale", dist.HalfNormal(1))
@@ -181,7 +182,7 @@ def test_rates_are_the_same_wherever_they_are_written(x64):
 
 
 def test_a_scan_is_parted_into_what_is_affine_and_the_rest():
-    """Constants, inputs of steps, what is carried: all that the rest reads."""
+    """The rest reads constants, inputs of steps and carried values."""
 
     def run(values):
         def step(carried, here):
@@ -225,7 +226,7 @@ def test_what_is_carried_is_affine():
 
 
 def test_scans_are_read_until_nothing_more_is_carried():
-    """A product of two that the first step does not know of."""
+    """The product of two values is found only after the first step."""
 
     def run(values):
         def step(carry, z):

@@ -91,8 +91,9 @@ def everything(factor, b):
 
 @pytest.fixture
 def many_groups(monkeypatch, dtype):
-    """In float64, fronts in as many groups as there are depths: small matrices would
-    have one or two groups. Programs of the two dtypes are separate."""
+    """Put fronts of each depth into a group, in float64: small matrices would have one
+    or two groups. Programs of the two dtypes are separate.
+    """
     if dtype == "float64":
         monkeypatch.setattr(sparse_pattern, "_GROUP", 0.0)
         monkeypatch.setattr(sparse_pattern, "_FRONT", 0.0)
@@ -133,7 +134,7 @@ def test_equals_dense(case, dtype):
 
 
 def test_log_determinant_of_a_lattice():
-    """Its eigenvalues are sums of those of two chains."""
+    """The eigenvalues of a lattice are sums of those of two chains."""
     k, j = 30, 50
     places = np.arange(k * j).reshape(k, j)
     rows = np.concatenate([places[:, 1:].ravel(), places[1:].ravel()])
@@ -166,8 +167,9 @@ def test_large_fronts(dtype):
 
 
 def test_single_precision_of_a_matrix_that_is_almost_singular():
-    """Its condition number is 1e6. With XLA's biased ``rsqrt`` the log-determinant
-    would have an error of .004."""
+    """The condition number is 1e6. With XLA's biased ``rsqrt`` the log-determinant
+    would have an error of .004.
+    """
     matrix = lattice(30, 30)
     matrix = -sparse.tril(matrix, -1)
     matrix = matrix + matrix.T

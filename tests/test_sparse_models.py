@@ -165,7 +165,7 @@ def test_a_field_is_a_dense_gaussian(name, dtype, always_sparse, tmp_path):
 def test_groups_that_are_new_beside_a_field(
     dtype, always_sparse, monkeypatch, fewest, tmp_path
 ):
-    """As nodes of the precision and as part of its border."""
+    """New groups are nodes of the precision, or part of its border."""
     if fewest > 1:
         monkeypatch.setattr("numpyro_gpaug.model.forms._FEWEST", fewest)
 
@@ -290,8 +290,9 @@ def test_fits_belong_to_a_mesh(always_sparse):
 
 
 def test_draws_add_up_to_zero_where_there_are_no_data():
-    """In float32, where the precision is nearly singular: the density of the site is
-    zero elsewhere."""
+    """In float32 the precision is nearly singular: the density of the site is zero at
+    other sums.
+    """
     distribution = gpaug.ICAR(lattice(18, island=True))
     prior = field(distribution)
     given = prior.prior.entries, prior.prior.log_det()
@@ -421,8 +422,9 @@ def real(area, y=None, *, kind):
     ],
 )
 def test_fields_are_sampled_exactly(sampler, kind, x64, always_sparse):
-    """As a block of Gibbs: with Gaussian noise a step of either sampler is a draw of
-    the posterior, or a move that leaves it as it is."""
+    """Fields are a block of Gibbs: with Gaussian noise a step of either sampler is a
+    draw of the posterior, or a move that leaves it invariant.
+    """
     y, count = RNG.normal(size=len(AREA)), 4000
     kernel = sampler(real).wrap_model(conditioned)
     here, data = (

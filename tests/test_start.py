@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How often the user's model runs, what a fit remembers, and programs that another
-process finds compiled."""
+"""How often the user's model runs, what a fit caches, and programs that another process
+finds compiled.
+"""
 
 import gc
 import json
@@ -83,7 +84,7 @@ def fitted():
 
 
 def test_a_posterior_is_that_of_its_own_run(fitted) -> None:
-    """Whatever the same svi has fitted since."""
+    """Later fits by the same svi do not change it."""
     X, y, svi, first = fitted
     before = svi.posterior(first).predict_y(X).probs
     svi.run(KEY, 5, X + 2, 1 - y, inducing=X[30:42], **QUIET)

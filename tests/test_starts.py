@@ -49,7 +49,9 @@ def starts(priors, function):
 
 
 def test_starts_are_near_the_medians():
-    """Those of draws of the prior, for whatever law; each by its own random number."""
+    """Starts are near the medians of prior draws, for any distribution, each with its
+    own random number.
+    """
     keys = jax.random.split(jax.random.key(0), 500)
     found = jax.jit(jax.vmap(starts(PRIORS, MedianStart)))(keys)
     for name, values in found.items():

@@ -40,7 +40,7 @@ def model(X, y=None, *, Z, law="normal"):
 
 
 def slope(X):
-    """Of params, and 0 where these rest."""
+    """Return the slope in the params, and 0 if they are fixed."""
     return numpyro.param("slope", 0.0) * X[:, 0]
 
 
@@ -59,7 +59,9 @@ def data(law, rows=400, frequency=1.0, inducing=8):
 
 @cache
 def svi_of(law, num=8):
-    """Fit of data of one shape and as many inducing inputs share a program."""
+    """Return one svi for all fits with equal shapes and numbers of inducing inputs:
+    they share a program.
+    """
     return gpaug.ConjugateSVI(
         partial(model, law=law), gpaug.AutoSparseGP(partial(model, law=law)), None
     )
@@ -113,7 +115,7 @@ def test_a_normal_stream_is_the_posterior_of_all_data(first, tmp_path):
 @pytest.mark.slow  # quick for normal data, where it is exact
 @pytest.mark.parametrize("law", ["bernoulli", "poisson"])
 def test_other_likelihoods_lose_little(law):
-    """Of data that go right, and inducing inputs that move with them."""
+    """Data move to the right, and inducing inputs move with them."""
     X, y, Z = data(law)
     order = np.argsort(X[:, 0])
     X, y = X[order], y[order]
@@ -152,8 +154,9 @@ def nll(posterior, X, y):
 
 
 def test_hyperparameters_that_are_tracked():
-    """From a scale twenty times too short. Of a first batch of which all is known, at
-    inducing inputs, and a second one they are those of both."""
+    """The scale starts twenty times too short. If the first batch is all known at
+    inducing inputs, the hyperparameters after the second one are those of both.
+    """
     X, y, Z = data("normal")
     begun = fitted(X[:4], y[:4], Z, scale=0.1)
     stream = gpaug.Stream(begun, optim="lbfgs")
@@ -209,9 +212,9 @@ def conditional(X, y, noise, new, scale):
 
 
 def test_inducing_inputs_may_be_added_and_come_in_another_order(first):
-    """With all data so far at inducing inputs, which remain among those of later
-    batches, a normal stream is exact regression, of old data with as much more noise as
-    they are forgotten."""
+    """All data so far are at inducing inputs, which later batches keep. A normal stream
+    is then exact regression, with the noise of old data increased by forgetting.
+    """
     X, y, Z = data("normal")
     scale, share = float(first.values["scale"]), 0.8
     added = np.append(Z, np.linspace(-2.5, 4, 4, dtype="f")[:, None], 0)[::-1]

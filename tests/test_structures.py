@@ -58,8 +58,9 @@ def correlated(layout):
 
 
 def places_of(old, new):
-    """Where latents are among those of another layout: steps of chains by their number,
-    groups and others in turn."""
+    """Return the places of latents among those of another layout: steps of chains by
+    their number, groups and others in turn.
+    """
     shape = old.groups // old.steps, old.steps, old.each
     numbers = np.arange(old.groups * old.each).reshape(shape)
     found = np.full((new.groups // new.steps, new.steps, new.each), -1)
@@ -150,8 +151,9 @@ def test_rows_in_the_order_of_groups(rows, groups):
 
 @pytest.mark.parametrize("size", [1.0, 3e3])
 def test_variances_of_many_rows_are_sums_of_covariances(x64, monkeypatch, size):
-    """Unless these cancel each other: an intercept, and members of all groups whose
-    standard deviation is ``size`` times that of the noise."""
+    """The exception is cancellation: an intercept, and members of all groups whose
+    standard deviation is ``size`` times that of the noise.
+    """
     monkeypatch.setattr(groups, "rows_of_blocks", lambda *args, **kwargs: 64)
     rng, structure = np.random.default_rng(0), Groups(Layout(20, 1, 62))
     group, place = rng.integers(0, 20, 200), rng.integers(0, 60, (200, 1))
@@ -185,8 +187,9 @@ def _float32(x):
 
 
 def test_a_walk_that_is_hardly_seen_in_single_precision():
-    """One step in 5000 is looked at: the precision of a step is near 1e-4, the
-    difference of numbers that are 1 and 1.0001."""
+    """One step in 5000 has data: the precision of a step is near 1e-4, the difference
+    of numbers that are 1 and 1.0001.
+    """
     steps = 20_000
     own = np.zeros((1, steps, 1, 1))
     own[0, 2500::5000] += 1e-4
@@ -201,7 +204,9 @@ def test_a_walk_that_is_hardly_seen_in_single_precision():
 
 
 def test_derivatives_of_a_chain_that_is_not_seen_at_its_end():
-    """Of the last step's precision: each is known as well as by what is before it."""
+    """The derivative is that of the last step's precision: earlier steps determine each
+    later one.
+    """
     own, links = jnp.zeros((1, 11, 1, 1)), links_of([[1.0]], 1, 11, 0)
     slopes = jax.jit(jax.grad(lambda own: filtered(own, links)[0, -1].sum()))(own)
     # The variance is 1 / E, after 11 unit steps.

@@ -21,8 +21,9 @@ def checkers():
 
 @pytest.mark.slow
 def test_choices_of_lengthscales_and_inducing_inputs(checkers, monkeypatch):
-    """With more columns than are few, lengthscales are set free where that pays; and
-    there are more inducing inputs where some leave much unexplained."""
+    """With many columns, separate lengthscales are chosen if they pay; and there are
+    more inducing inputs if few leave much unexplained.
+    """
     monkeypatch.setattr(tables, "FEW", 3)
     X, y = checkers
     classifier = TableClassifier(num_inducing=20, steps=40).fit(X[:200], y[:200])

@@ -27,7 +27,7 @@ KEY = jax.random.key(0)
 )  # fmt: skip
 @dataclass
 class Layer:
-    """As the array part of an equinox module: no bias, a static field."""
+    """A class like the array part of an equinox module: no bias, a static field."""
 
     weights: Any
     squared: bool

@@ -147,7 +147,7 @@ def poisson(f):
 
 
 def test_predictive_overlap_by_hand():
-    """Draws at a point, so that the two predictions are known laws."""
+    """Draws are at a point, so that both predictive distributions are known."""
     near, far = np.zeros((4, 3)), np.tile([0.0, 1.0, 2.0], (4, 1))
     rates = np.exp(far[0])
     counts = np.arange(60)[:, None]

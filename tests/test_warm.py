@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fits of shapes that were fitted before: they compile nothing, and check all."""
+"""Fits of known shapes compile nothing, and check all arguments."""
 
 import pickle
 

@@ -104,7 +104,7 @@ def test_variances_far_above_that_of_the_noise(dim, kernel, problems, fitters) -
 
 
 def test_draws_where_the_posterior_is_narrow(problems, fitters) -> None:
-    """At the inducing inputs, of a covariance far below that of the prior."""
+    """The draws are at the inducing inputs, with a covariance far below the prior's."""
     X, y, Z = problems[2]
     hyper = {"lengthscale": np.float32(3), "variance": np.float32(10), "kernel": SMOOTH}
     svi = fitters["float32"]
@@ -167,7 +167,7 @@ def test_well_conditioned_matrices_lose_nothing(dtype) -> None:
 
 
 def test_matrices_choose_their_jitter_apart() -> None:
-    """In a stack, and mapped over: what one needs is not added to another."""
+    """In a stack, and mapped over: the jitter of one matrix is not added to another."""
     Z = np.random.default_rng(0).normal(size=(60, 1)).astype(np.float32)
     grams = jnp.stack([SMOOTH(np.float32(s))(Z, Z) for s in (30.0, 0.01)])
     alone = jax.jit(inverse_root)
@@ -228,7 +228,7 @@ PROJECTED = {
 
 @pytest.mark.parametrize("name", PROJECTED)
 def test_projections_are_those_of_the_covariances(name, x64) -> None:
-    """What inducing values explain, what they leave, and the derivatives of both."""
+    """The explained part, the residual, and the derivatives of both."""
     rng = np.random.default_rng(0)
     X, Z = rng.normal(size=(7, 2)), rng.normal(size=(3, 4, 2))
     Z = Z if "latents" in name else Z[0]
