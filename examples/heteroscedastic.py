@@ -179,13 +179,13 @@ def report(data: Data, fits: dict[str, Fitted]) -> None:
     print(f"{'likelihood':>20} {'bound':>8} {'log-lik.':>9} {'in 90%':>7} "
           f"{'sd error':>9} {'first s':>8} {'warm s':>7}")  # fmt: skip
     for kind, fitted in fits.items():
-        law = fitted.posterior.predict_y(data.x_test)
-        loglik = np.mean(law.log_prob(data.y_test))
-        low, high = law.icdf(0.05), law.icdf(0.95)
+        predicted = fitted.posterior.predict_y(data.x_test)
+        loglik = np.mean(predicted.log_prob(data.y_test))
+        low, high = predicted.icdf(0.05), predicted.icdf(0.95)
         inside = np.mean((low < data.y_test) & (data.y_test < high))
         error = "-"
         if data.truth is not None:
-            ratio = np.log(np.sqrt(law.variance)) - np.log(data.truth[1])
+            ratio = np.log(np.sqrt(predicted.variance)) - np.log(data.truth[1])
             error = f"{np.sqrt(np.mean(ratio**2)):.3f}"
         print(f"{kind:>20} {fitted.bound[-1]:8.1f} {loglik:9.4f} {inside:7.3f} "
               f"{error:>9} {fitted.first:8.2f} {fitted.warm:7.2f}")  # fmt: skip

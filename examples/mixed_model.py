@@ -151,11 +151,11 @@ def report(
     return table
 
 
-def interval(law: Any, seed: int) -> np.ndarray:
+def interval(distribution: Any, seed: int) -> np.ndarray:
     """Return the 90% interval of new counts, from draws: a binomial has no quantile
     function.
     """
-    draws = law.sample(jax.random.key(seed), (4000,))
+    draws = distribution.sample(jax.random.key(seed), (4000,))
     return np.quantile(draws, [0.05, 0.95], axis=0, method="inverted_cdf")
 
 
@@ -197,14 +197,20 @@ def draw_herds(axes: Any, herds: pd.DataFrame) -> None:
     axes.legend(fontsize=8, frameon=False, loc="lower right")
 
 
-def draw_check(axes: Any, data: Data, law: Any, seed: int) -> None:
+def draw_check(axes: Any, data: Data, distribution: Any, seed: int) -> None:
     """Observed counts in the intervals that are predicted for them."""
-    order, rank = np.argsort(np.asarray(law.mean)), np.arange(len(data.y))
-    y, (low, high) = data.y[order], interval(law, seed)[:, order]
+    order, rank = np.argsort(np.asarray(distribution.mean)), np.arange(len(data.y))
+    y, (low, high) = data.y[order], interval(distribution, seed)[:, order]
     # A quarter more on either side, so that an interval of one count is visible.
     axes.vlines(rank, low - 0.25, high + 0.25, color=OURS, alpha=0.35, linewidth=4,
                 label="90% predicted")  # fmt: skip
-    axes.plot(rank, law.mean[order], color=OURS, linewidth=1.2, label="mean predicted")
+    axes.plot(
+        rank,
+        distribution.mean[order],
+        color=OURS,
+        linewidth=1.2,
+        label="mean predicted",
+    )
     axes.plot(rank, y, "ko", ms=4, label="observed")
     inside = np.sum((low <= y) & (y <= high))
     axes.set(title=f"{inside} of {len(y)} observations in their 90% intervals",

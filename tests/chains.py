@@ -57,7 +57,7 @@ def importance_draws(log_density, dim, num=12_000, proposals=60_000):
     return z[rng.choice(proposals, num, p=weights)]
 
 
-def assert_same_law(ours, theirs, *names, bound=5.0) -> None:
+def assert_same_distribution(ours, theirs, *names, bound=5.0) -> None:
     """Means, variances and three quantiles of every element agree within ``bound``
     standard errors, from means of 30 batches of consecutive draws."""
     for name in names:

@@ -124,7 +124,7 @@ def tails(
     )
 
 
-class Law:
+class Reference:
     """PG(b, c) as a spline of its normal score in ``log x``.
 
     :param b: shape.

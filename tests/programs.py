@@ -275,12 +275,12 @@ def random_program(rng: np.random.Generator) -> Example:
     def model(y: Array) -> None:
         values = {}
         for name, (shape, mean, scale) in sites.items():
-            law = dist.Normal(mean, scale)
+            d = dist.Normal(mean, scale)
             if site == 0 and shape:
-                values[name] = numpyro.sample(name, law, sample_shape=shape)
+                values[name] = numpyro.sample(name, d, sample_shape=shape)
             else:
-                law = law.expand(shape).to_event(len(shape))
-                values[name] = numpyro.sample(name, law)
+                d = d.expand(shape).to_event(len(shape))
+                values[name] = numpyro.sample(name, d)
         found = density(values)
         if isinstance(found, dist.Distribution):
             with numpyro.plate("data", num):

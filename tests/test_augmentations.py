@@ -160,8 +160,8 @@ def test_a_datum_without_trials_has_no_auxiliary(x64) -> None:
     @jax.jit
     def densities(b, omega):
         known = gpaug.PolyaGamma(jnp.full(2, 2.0), jnp.ones(2))
-        law = PolyaGammaOrZero(b, jnp.ones(2))
-        return law.log_prob(omega), known.log_prob(jnp.full(2, 0.3))
+        d = PolyaGammaOrZero(b, jnp.ones(2))
+        return d.log_prob(omega), known.log_prob(jnp.full(2, 0.3))
 
     omega = np.array([[0.0, 0.3], [0.3, 0.3]])
     density, expected = (np.asarray(x) for x in densities(np.array([0.0, 2.0]), omega))
@@ -172,8 +172,8 @@ def test_a_datum_without_trials_has_no_auxiliary(x64) -> None:
 
 @pytest.mark.slow
 def test_draws_without_trials_are_zero() -> None:
-    law = PolyaGammaOrZero(jnp.array([0.0, 2.0]), jnp.array([1.0, 1.0]))
-    draw = law.sample(jax.random.key(0))
+    d = PolyaGammaOrZero(jnp.array([0.0, 2.0]), jnp.array([1.0, 1.0]))
+    draw = d.sample(jax.random.key(0))
     assert draw[0] == 0 < draw[1]
 
 

@@ -144,8 +144,8 @@ def test_margins_and_residuals_of_zero_are_finite(dtype) -> None:
             def bound(m, v, d=d, y=y, name=name, augmentation=augmentation):
                 return augmentation.bound(d, y, {name: m}, {name: v}).sum()
 
-            law = augmentation.conditional(d, y, {name: m})["precision"]
-            found += [law.mean, *jax.grad(bound, (0, 1))(m, v)]
+            distribution = augmentation.conditional(d, y, {name: m})["precision"]
+            found += [distribution.mean, *jax.grad(bound, (0, 1))(m, v)]
         return found
 
     assert all(np.isfinite(x).all() for x in everything(one, zero))

@@ -41,8 +41,8 @@ def panel(steps):
 
     def step(x, t):
         with numpyro.plate("items", ITEMS):
-            law = dist.Normal(phi * x, jnp.where(t == 0, kept, scale))
-            x = numpyro.sample("x", law)
+            d = dist.Normal(phi * x, jnp.where(t == 0, kept, scale))
+            x = numpyro.sample("x", d)
         return x, x
 
     return scan(step, jnp.zeros(ITEMS), jnp.arange(steps))[1]
@@ -81,8 +81,8 @@ def trend(steps):
 def vector(steps):
     phi, scale, _ = hyperparameters()
     transition = phi * jnp.array([[0.9, 0.3], [-0.3, 0.9]])
-    law = dist.GaussianStateSpace(steps, transition, scale_tril=scale * jnp.eye(2))
-    return numpyro.sample("x", law)[:, :1]
+    d = dist.GaussianStateSpace(steps, transition, scale_tril=scale * jnp.eye(2))
+    return numpyro.sample("x", d)[:, :1]
 
 
 def written_out(steps):
@@ -136,9 +136,11 @@ def model_of(states, likelihood="normal"):
         x = numpyro.deterministic("states", states(steps))
         eta = x[t, item % x.shape[1]]
         with numpyro.plate("data", len(t)):
-            law = dist.Normal(eta, NOISE)
-            law = law if likelihood == "normal" else dist.Poisson(jnp.exp(1 + eta))
-            numpyro.sample("y", law, obs=y)
+            observed = dist.Normal(eta, NOISE)
+            observed = (
+                observed if likelihood == "normal" else dist.Poisson(jnp.exp(1 + eta))
+            )
+            numpyro.sample("y", observed, obs=y)
 
     return model
 
@@ -217,7 +219,7 @@ def test_states_of_lags_are_chains_of_blocks(x64, monkeypatch, states, steps):
     np.testing.assert_allclose(found.variance.ravel(), variance, rtol=1e-8)
 
 
-def kept_law(phi, scale, steps=STEPS):
+def kept_distribution(phi, scale, steps=STEPS):
     """Covariance (steps, items, steps, items) of a panel."""
     apart = np.abs(np.arange(steps)[:, None] - np.arange(steps))
     along = scale**2 / (1 - phi**2) * phi**apart
@@ -227,7 +229,7 @@ def kept_law(phi, scale, steps=STEPS):
 def evidence(phi, scale):
     """Exact log marginal likelihood of a panel, and log prior but for a constant."""
     rows = TIME * ITEMS + ITEM
-    whole = kept_law(phi, scale).reshape(STEPS * ITEMS, -1)[np.ix_(rows, rows)]
+    whole = kept_distribution(phi, scale).reshape(STEPS * ITEMS, -1)[np.ix_(rows, rows)]
     whole += NOISE**2 * np.eye(len(rows))
     factor = np.linalg.cholesky(whole)
     white = np.linalg.solve(factor, REAL)
@@ -260,7 +262,7 @@ def test_a_learnt_panel_and_its_forecasts(x64, monkeypatch, tmp_path):
     np.testing.assert_allclose(learnt, found, rtol=1e-3, atol=1e-4)
 
     ahead, rows = STEPS + 4, TIME * ITEMS + ITEM
-    prior = kept_law(*learnt, ahead).reshape(ahead * ITEMS, -1)
+    prior = kept_distribution(*learnt, ahead).reshape(ahead * ITEMS, -1)
     seen = prior[np.ix_(rows, rows)] + NOISE**2 * np.eye(len(rows))
     gain = np.linalg.solve(seen, prior[rows]).T
     variance = np.diag(prior - gain @ prior[rows])

@@ -23,13 +23,13 @@ TOTAL = RNG.integers(1, 9, N)
 Y = (DOSE + 0.5 * WARD + RNG.normal(size=N)).astype("float32")
 
 
-def wards(dose, ward, y=None, *, law, num_wards=4):
+def wards(dose, ward, y=None, *, likelihood, num_wards=4):
     b = numpyro.sample("b", dist.Normal(0, 1).expand([2]).to_event(1))
     with numpyro.plate("wards", num_wards):
         effect = numpyro.sample("effect", dist.Normal(0, 0.7))
     eta = numpyro.deterministic("eta", b[0] + b[1] * dose + effect[ward])
     with numpyro.plate("data", len(dose)):
-        numpyro.sample("y", law(eta), obs=y)
+        numpyro.sample("y", likelihood(eta), obs=y)
 
 
 def normal(eta):
@@ -41,10 +41,10 @@ def classes(eta):
 
 
 @cache
-def fitted(law, y):
+def fitted(likelihood, y):
     svi = gpaug.ConjugateSVI(wards, gpaug.AutoLatentGaussian(wards))
     y = {"values": Y, "classes": np.digitize(Y, [-0.5, 0.5, 1.5])}[y]
-    fit = svi.run(KEY, 30, DOSE, WARD, y, law=law, progress_bar=False)
+    fit = svi.run(KEY, 30, DOSE, WARD, y, likelihood=likelihood, progress_bar=False)
     return svi.posterior(fit)
 
 
@@ -96,11 +96,11 @@ def test_classes_and_functions_of_a_likelihood() -> None:
     assert found.draws.shape == (1000, 5, 4)
     expected = posterior.predict_y(*rows).probs
     np.testing.assert_allclose(found.mean, expected, atol=0.01)
-    last = posterior.average(*rows, of=lambda law: law.probs[:, -1])
+    last = posterior.average(*rows, of=lambda d: d.probs[:, -1])
     np.testing.assert_allclose(last.mean, found.mean[:, -1].mean(), rtol=1e-4)
     assert 0 < last.probability(above=last.quantile(0.8)) < 0.21
     with pytest.raises(ValueError, match=r"of returned shape \(5, 4\), which must end"):
-        posterior.average(*rows, of=lambda law: law.probs)
+        posterior.average(*rows, of=lambda d: d.probs)
 
 
 def test_bands_contain_all_averages_together() -> None:
@@ -141,7 +141,7 @@ def test_averages_of_processes(guide, markov) -> None:
     fit = svi.run(KEY, 20, t, (Y > 0).astype(int), **how, progress_bar=False)
     posterior, new = svi.posterior(fit), t[::2] + np.float32(0.3)
     f = posterior.predict_f(new)
-    logits = posterior.average(new, of=lambda law: law.logits, by=np.arange(20))
+    logits = posterior.average(new, of=lambda d: d.logits, by=np.arange(20))
     np.testing.assert_allclose(logits.mean, f.mean, atol=0.06)
     np.testing.assert_allclose(logits.sd**2, f.variance, rtol=0.25)
 
@@ -185,10 +185,10 @@ def test_hyperparameters_are_averaged_over() -> None:
 
 
 def test_a_table_is_averaged_over_both_plates() -> None:
-    law = dist.Normal(jnp.arange(6.0).reshape(2, 3), 1.0)
-    assert over_rows(law, None, {}).tolist() == [2.5]
+    d = dist.Normal(jnp.arange(6.0).reshape(2, 3), 1.0)
+    assert over_rows(d, None, {}).tolist() == [2.5]
     rows = {"group": jnp.array([[0, 1, 1]] * 2), "total": jnp.zeros(2)}
-    assert over_rows(law, None, rows).tolist() == [1.5, 3.0]
+    assert over_rows(d, None, rows).tolist() == [1.5, 3.0]
     both = dist.MultivariateNormal(jnp.arange(6.0).reshape(3, 2), jnp.eye(2))
     assert over_rows(both, None, {}).tolist() == [[2.0, 3.0]]
 

@@ -48,8 +48,8 @@ def factors(X, y=None, *, Z):
     )
     with numpyro.plate("data", len(X)):
         y = None if y is None else jnp.stack([y, 1 - y], 1)
-        law = dist.Bernoulli(logits=gp(X)).to_event(1)
-        numpyro.sample("y", law, obs=y)
+        likelihood = dist.Bernoulli(logits=gp(X)).to_event(1)
+        numpyro.sample("y", likelihood, obs=y)
 
 
 LIKELIHOODS = {
@@ -208,10 +208,10 @@ PREDICTED = {
 def test_predictions_hold_a_few_numbers_per_row(name) -> None:
     make, latents = PREDICTED[name]
 
-    def law(m, v):
+    def distribution(m, v):
         return predictive(make(m), dict.fromkeys(latents, m), dict.fromkeys(latents, v))
 
-    shapes = jax.eval_shape(law, jnp.zeros(7), jnp.ones(7))
+    shapes = jax.eval_shape(distribution, jnp.zeros(7), jnp.ones(7))
     leaves = jax.tree.leaves(shapes)
     assert leaves
     assert all(np.prod(x.shape, initial=1) <= 7 for x in leaves)

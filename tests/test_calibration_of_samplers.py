@@ -77,8 +77,8 @@ def model(X, y=None, *, names):
         f = gpaug.GaussianProcess("f", kernel, X[::2], num_latents=num_latents)(X)
     with numpyro.plate("data", X.shape[0]):
         for name in names:
-            law = LIKELIHOODS[name][0](f)
-            numpyro.sample(name, law, obs=None if y is None else y[name])
+            likelihood = LIKELIHOODS[name][0](f)
+            numpyro.sample(name, likelihood, obs=None if y is None else y[name])
 
 
 def traced(model, key, values, y=None):
@@ -183,7 +183,7 @@ def worst_p_value(ranks):
 
 def test_all_augmentations_are_here() -> None:
     zeros = {None: np.zeros(6), 2: np.zeros((2, 6)), 3: np.zeros((6, 3))}
-    classes = {type(law(zeros[n])) for law, n in LIKELIHOODS.values()}
+    classes = {type(d(zeros[n])) for d, n in LIKELIHOODS.values()}
     ours = {c for c in base._REGISTRY if c.__module__.startswith("numpyro")}
     assert all(any(issubclass(c, k) for c in classes) for k in ours)
     assert {n for names in TOGETHER.values() for n in names} <= set(LIKELIHOODS)

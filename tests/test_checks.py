@@ -90,8 +90,8 @@ def uniform(values) -> bool:
 
 def test_pit_of_real_observations_is_the_cdf():
     y = np.array([-1.0, 0.0, 2.0])
-    for law in (dist.Normal(jnp.zeros(3), 2.0), dist.Normal(0.0, 2.0).expand([3])):
-        found = diagnostics.pit(law, y, KEY)
+    for d in (dist.Normal(jnp.zeros(3), 2.0), dist.Normal(0.0, 2.0).expand([3])):
+        found = diagnostics.pit(d, y, KEY)
         np.testing.assert_allclose(found, stats.norm.cdf(y, 0, 2), rtol=1e-5)
 
 
@@ -109,12 +109,12 @@ def test_pit_without_a_cdf_ranks_draws():
 def test_pit_of_labels_is_randomised(boolean):
     p = np.full(2000, 0.3)
     y = np.random.default_rng(0).uniform(size=2000) < p
-    law = dist.Bernoulli(probs=jnp.asarray(p))
-    found = diagnostics.pit(law, y if boolean else y.astype(int), KEY)
+    d = dist.Bernoulli(probs=jnp.asarray(p))
+    found = diagnostics.pit(d, y if boolean else y.astype(int), KEY)
     assert (found[~y] <= 0.7 + 1e-6).all()
     assert (found[y] >= 0.7 - 1e-6).all()
     assert uniform(found)
-    assert not uniform(diagnostics.pit(law, ~y, KEY))
+    assert not uniform(diagnostics.pit(d, ~y, KEY))
 
 
 def test_pit_of_counts_lies_between_cumulative_probabilities():
@@ -132,12 +132,12 @@ def test_pit_of_a_mixture_of_counts():
 
     @jax.jit
     def drawn():
-        law = predictive(gpaug.LogisticPoisson(jnp.zeros(400), 8.0), *moments)
-        return law, law.sample(KEY)
+        predicted = predictive(gpaug.LogisticPoisson(jnp.zeros(400), 8.0), *moments)
+        return predicted, predicted.sample(KEY)
 
-    law, y = drawn()
-    assert uniform(diagnostics.pit(law, y, random.key(1)))
-    assert not uniform(diagnostics.pit(law, y + 1, random.key(1)))
+    predicted, y = drawn()
+    assert uniform(diagnostics.pit(predicted, y, random.key(1)))
+    assert not uniform(diagnostics.pit(predicted, y + 1, random.key(1)))
 
 
 def test_pit_of_draws_is_uniform_with_ties():

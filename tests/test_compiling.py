@@ -106,14 +106,14 @@ def _raises(x: jax.Array) -> jax.Array:
 def test_the_factor_of_a_site_is_one_program(caplog):
     """Operation by operation it took three times as long as the fit before it."""
 
-    def law(size):
+    def distribution(size):
         eye = np.eye(size, dtype=np.float32)
         variance = np.full(size, 4, np.float32)
         return SiteMoments(eye[0], variance, lambda: 4 * eye).distribution
 
-    assert law(5).scale_tril.shape == (5, 5)
+    assert distribution(5).scale_tril.shape == (5, 5)
     with jax.log_compiles(), caplog.at_level("WARNING"):
-        found = law(7)
+        found = distribution(7)
         factor = found.scale_tril
     compiled = [r.message for r in caplog.records if "XLA compilation" in r.message]
     assert len(compiled) == 1, compiled

@@ -30,8 +30,8 @@ def outcomes(X, group, seen, Y=None, *, groups=G):
     with numpyro.plate("groups", groups):
         b = numpyro.sample("b", dist.Normal(0, 0.7).expand([2]).to_event(1))
     with numpyro.plate("data", len(X)), handlers.mask(mask=seen):
-        law = dist.MultivariateNormal(X @ slopes + b[group], NOISE)
-        numpyro.sample("Y", law, obs=Y)
+        likelihood = dist.MultivariateNormal(X @ slopes + b[group], NOISE)
+        numpyro.sample("Y", likelihood, obs=Y)
 
 
 def design(X, group):
@@ -70,10 +70,10 @@ def test_several_outcomes_of_a_datum_against_linear_algebra(x64, covariance):
 
     posterior, all_of = svi.posterior(fit), np.ones(4, bool)
     J = design(NEW, AMONG)
-    law = posterior.predict_y(NEW, AMONG, all_of, groups=groups)
+    predicted = posterior.predict_y(NEW, AMONG, all_of, groups=groups)
     expected = J @ spread @ J.mT + NOISE
-    np.testing.assert_allclose(law.mean, J @ mean, rtol=1e-8)
-    np.testing.assert_allclose(law.covariance_matrix, expected, rtol=1e-8)
+    np.testing.assert_allclose(predicted.mean, J @ mean, rtol=1e-8)
+    np.testing.assert_allclose(predicted.covariance_matrix, expected, rtol=1e-8)
     none = all_of.copy()
     none[1] = False
     found = posterior.log_prob(NEW, AMONG, none, HELD, groups=groups)
@@ -99,10 +99,10 @@ def test_data_that_are_all_correlated_against_linear_algebra(x64):
     np.testing.assert_allclose(-fit.losses[-1], evidence, rtol=1e-9)
     J = 3 * NEW
     with pytest.warns(UserWarning, match="'y' are correlated .* another set"):
-        law = svi.posterior(fit).predict_y(NEW)
+        predicted = svi.posterior(fit).predict_y(NEW)
     expected = J @ spread @ J.T + STEPS[:4, :4]
-    np.testing.assert_allclose(law.mean, J @ mean, rtol=1e-8)
-    np.testing.assert_allclose(law.covariance_matrix, expected, rtol=1e-8)
+    np.testing.assert_allclose(predicted.mean, J @ mean, rtol=1e-8)
+    np.testing.assert_allclose(predicted.covariance_matrix, expected, rtol=1e-8)
 
 
 U = np.array([[0.6, 0.2, 0.0], [0.2, 0.5, -0.1], [0.0, -0.1, 0.4]])
@@ -145,23 +145,23 @@ def test_matrices_against_linear_algebra(dtype):
 
     posterior, J = svi.posterior(fit), in_matrices(design(NEW, AMONG))
     none = np.array([1, 0, 1, 1], bool)
-    law = posterior.predict_y(NEW, AMONG, none)
+    predicted = posterior.predict_y(NEW, AMONG, none)
     means, expected = J @ mean, J @ spread @ J.mT + noise
-    assert (law.batch_shape, law.event_shape) == ((4,), (3, 2))
+    assert (predicted.batch_shape, predicted.event_shape) == ((4,), (3, 2))
     tolerance = {"rtol": rtol, "atol": rtol}
-    np.testing.assert_allclose(law.mean.reshape(4, 6), means, **tolerance)
-    np.testing.assert_allclose(law.covariance_matrix, expected, **tolerance)
+    np.testing.assert_allclose(predicted.mean.reshape(4, 6), means, **tolerance)
+    np.testing.assert_allclose(predicted.covariance_matrix, expected, **tolerance)
     variances = expected.diagonal(axis1=1, axis2=2).reshape(4, 3, 2)
-    np.testing.assert_allclose(law.variance, variances, **tolerance)
+    np.testing.assert_allclose(predicted.variance, variances, **tolerance)
     flat = MORE.reshape(4, 6)
     densities = np.array([
         multivariate_normal(m, c).logpdf(y)
         for m, c, y in zip(means, expected, flat, strict=True)
     ])  # fmt: skip
-    np.testing.assert_allclose(law.log_prob(MORE), densities, rtol=rtol)
+    np.testing.assert_allclose(predicted.log_prob(MORE), densities, rtol=rtol)
     found = posterior.log_prob(NEW, AMONG, none, MORE)
     np.testing.assert_allclose(found, densities * none, rtol=rtol)
-    draws = np.asarray(law.sample(jax.random.key(1), (40_000,))).reshape(-1, 4, 6)
+    draws = np.asarray(predicted.sample(jax.random.key(1), (40_000,))).reshape(-1, 4, 6)
     assert np.abs(np.cov(draws[:, 0].T) - expected[0]).max() < 0.05 * expected[0].max()
     eta = posterior.predict_f(NEW, AMONG, none, site="Y", full_covariance=True)
     J = J.reshape(24, -1)
@@ -193,11 +193,11 @@ def test_one_matrix_of_all_data_against_linear_algebra(x64):
     np.testing.assert_allclose(-fit.losses[-1], evidence, rtol=1e-9)
     posterior = svi.posterior(fit)
     with pytest.warns(UserWarning, match="'Y' are correlated .* another set"):
-        law = posterior.predict_y(NEW, steps)
+        predicted = posterior.predict_y(NEW, steps)
     J, noise = of_rows(NEW, steps, tau)
     whole = J @ spread @ J.T + noise
-    np.testing.assert_allclose(law.mean.ravel(), J @ mean, rtol=1e-8)
-    np.testing.assert_allclose(law.covariance_matrix, whole, rtol=1e-8)
+    np.testing.assert_allclose(predicted.mean.ravel(), J @ mean, rtol=1e-8)
+    np.testing.assert_allclose(predicted.covariance_matrix, whole, rtol=1e-8)
     with pytest.warns(UserWarning, match="'Y' are correlated"):
         found = posterior.log_prob(NEW, steps, HELD)
     expected = multivariate_normal(J @ mean, whole).logpdf(HELD.ravel())
@@ -228,12 +228,12 @@ def test_matrices_over_hyperparameters(x64):
     covariance = np.tensordot(weights, given + apart[:, :, None] * apart[:, None], 1)
     variance = np.diag(covariance + np.tensordot(weights, noise, 1))
     with pytest.warns(UserWarning, match="'Y' are correlated"):
-        law = posterior.predict_y(NEW, steps)
+        predicted = posterior.predict_y(NEW, steps)
     draws, own_mean, own_variance, log_prob = jax.jit(
-        lambda law, key: (
-            law.sample(key, (5,)), law.mean, law.variance, law.log_prob(HELD)
+        lambda d, key: (
+            d.sample(key, (5,)), d.mean, d.variance, d.log_prob(HELD)
         )
-    )(law, jax.random.key(1))  # fmt: skip
+    )(predicted, jax.random.key(1))  # fmt: skip
     assert draws.shape == (5, 4, 2)
     np.testing.assert_allclose(own_mean.ravel(), mean, atol=0.02)
     np.testing.assert_allclose(own_variance.ravel(), variance, rtol=0.1)
@@ -250,13 +250,13 @@ def test_matrices_over_hyperparameters(x64):
     assert tree["log_likelihood"]["Y"].shape[2:] == ()
 
 
-def in_a_plate(law):
+def in_a_plate(likelihood):
     with numpyro.plate("data", N):
-        return numpyro.sample("y", law, obs=Y)
+        return numpyro.sample("y", likelihood, obs=Y)
 
 
 ROAD = np.eye(N, k=1) + np.eye(N, k=-1)
-LAWS = {
+DISTRIBUTIONS = {
     "factor of each datum": lambda a: in_a_plate(
         dist.MultivariateNormal(
             a, scale_tril=jnp.linalg.cholesky(NOISE) * (1 + X[:, :1, None] ** 2)
@@ -283,7 +283,7 @@ LAWS = {
 }
 
 
-@pytest.mark.parametrize("sample", LAWS.values(), ids=LAWS.keys())
+@pytest.mark.parametrize("sample", DISTRIBUTIONS.values(), ids=DISTRIBUTIONS.keys())
 def test_independent_data_have_the_same_density_and_derivatives(x64, sample):
     def model():
         sample(numpyro.sample("a", dist.Normal(0, 1)))

@@ -96,9 +96,9 @@ def test_a_fit_and_its_predictions_against_a_grid(x64, tmp_path):
     for name, x in (("a", a[:, 0]), ("b", b[:, 0])):
         mean = weights @ x
         deviation = np.sqrt(weights @ np.square(x - mean))
-        law = posterior[name]
-        np.testing.assert_allclose(law.mean, mean, atol=0.07 * deviation)
-        np.testing.assert_allclose(np.sqrt(law.variance), deviation, rtol=0.05)
+        marginal = posterior[name]
+        np.testing.assert_allclose(marginal.mean, mean, atol=0.07 * deviation)
+        np.testing.assert_allclose(np.sqrt(marginal.variance), deviation, rtol=0.05)
     new = np.array([-1.5, 0.0, 3.0])
     shares = np.tensordot(weights, softmax(logits(new), -1), 1)
     found = posterior.predict_y(new)
@@ -117,12 +117,12 @@ def test_a_fit_and_its_predictions_against_a_grid(x64, tmp_path):
 def observed(total, logits, y):
     """Counts where there are totals, or classes."""
     with numpyro.plate("data", len(logits)):
-        law = (
+        likelihood = (
             dist.Categorical(logits=logits)
             if total is None
             else dist.Multinomial(total, logits=logits, total_count_max=6)
         )
-        numpyro.sample("y", law, obs=y)
+        numpyro.sample("y", likelihood, obs=y)
 
 
 def joint(t, total, y=None, *, inducing):

@@ -186,9 +186,9 @@ def ratings(one, two, y=None, *, sizes=(90, 70), normal=True):
         v = numpyro.sample("v", dist.Normal(0, sd[1]))
     eta = numpyro.deterministic("eta", level + u[one] + v[two])
     sigma = numpyro.sample("sigma", dist.HalfNormal(1))
-    law = dist.Normal(eta, sigma) if normal else dist.Bernoulli(logits=eta)
+    likelihood = dist.Normal(eta, sigma) if normal else dist.Bernoulli(logits=eta)
     with numpyro.plate("data", len(one)):
-        numpyro.sample("y", law, obs=y)
+        numpyro.sample("y", likelihood, obs=y)
 
 
 def data_of(number=900, *, normal=True):

@@ -46,12 +46,12 @@ def shared_out(*arrays, mesh=None):
     return tuple(jax.device_put(x, sharding) for x in arrays)
 
 
-def process(X, y=None, *, Z, latents=None, law="bernoulli"):
+def process(X, y=None, *, Z, latents=None, likelihood="bernoulli"):
     scale = numpyro.sample("scale", dist.LogNormal(0.0, 1.0))
     kernel = gpaug.kernels.Matern52(scale, 1.5)
     gp = gpaug.GaussianProcess("f", kernel, Z, num_latents=latents)
     with numpyro.plate("data", len(X)):
-        numpyro.sample("y", LAWS[law](gp(X)), obs=y)
+        numpyro.sample("y", LIKELIHOODS[likelihood](gp(X)), obs=y)
 
 
 def grouped(X, group, y=None, *, groups):
@@ -64,7 +64,7 @@ def grouped(X, group, y=None, *, groups):
         numpyro.sample("y", dist.Poisson(rate), obs=y)
 
 
-LAWS = {
+LIKELIHOODS = {
     "bernoulli": lambda f: dist.Bernoulli(logits=f),
     "softmax": lambda f: dist.Categorical(logits=f),
     "student": lambda f: dist.StudentT(4.0, f, 0.5),
@@ -135,8 +135,8 @@ def collectives(text):
 
 CASES = {
     "bernoulli": {},
-    "softmax": {"law": "softmax", "latents": 3},
-    "student": {"law": "student"},
+    "softmax": {"likelihood": "softmax", "latents": 3},
+    "student": {"likelihood": "student"},
 }
 
 
@@ -302,7 +302,7 @@ def labels(X, y=None, *, Z, latents):
 
 
 @pytest.mark.parametrize(
-    ("law", "rows", "size"),
+    ("likelihood", "rows", "size"),
     [
         ("labels", 2, 512),
         slow("softmax", 2, 512),
@@ -310,15 +310,15 @@ def labels(X, y=None, *, Z, latents):
         slow("labels", 1, blocks.WHOLE),
     ],
 )
-def test_latents_shared_out_among_devices(law, rows, size):
+def test_latents_shared_out_among_devices(likelihood, rows, size):
     latents = 8
     X, _, _ = data(256)
     rng = np.random.default_rng(1)
-    if law == "labels":
+    if likelihood == "labels":
         model, kwargs = labels, {}
         y = rng.integers(0, 2, (256, latents))
     else:
-        model, kwargs = process, {"law": law}
+        model, kwargs = process, {"likelihood": likelihood}
         y = rng.integers(0, latents, 256)
     kwargs |= {"Z": X[:8], "latents": latents}
     again, alone, _ = fit(model, gpaug.AutoSparseGP, (X, y), **kwargs)
@@ -346,7 +346,7 @@ def test_latents_that_cannot_be_shared_out():
             (X, y),
             Z=X[:8],
             latents=6,
-            law="softmax",
+            likelihood="softmax",
             **how,
         )
     with pytest.raises(ValueError, match="evenly: none is"):

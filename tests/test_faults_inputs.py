@@ -68,10 +68,10 @@ def init_joint(model, *args):
     return svi.init(KEY, *args)
 
 
-def effects(X, y=None, *, law):
+def effects(X, y=None, *, likelihood):
     b = numpyro.sample("b", dist.Normal(0, 1))
     with numpyro.plate("data", len(X)):
-        numpyro.sample("y", law(b * X[:, 0]), obs=y)
+        numpyro.sample("y", likelihood(b * X[:, 0]), obs=y)
 
 
 def analytic(model):
@@ -85,7 +85,7 @@ def logits(f):
 
 
 @pytest.mark.parametrize(
-    ("law", "forgets"),
+    ("likelihood", "forgets"),
     [
         (logits, lambda m: init_joint(m, X)),
         (logits, lambda m: gpaug.NestedVI(m).run(KEY, X)),
@@ -93,10 +93,10 @@ def logits(f):
         (dist.Normal, lambda m: analytic(m).run(KEY, 1, X, progress_bar=False)),
     ],
 )
-def test_observations_that_were_forgotten_are_named(law, forgets) -> None:
+def test_observations_that_were_forgotten_are_named(likelihood, forgets) -> None:
     """Discrete ones, which no latent can be, and real ones, which could."""
     with pytest.raises(ValueError, match=FORGOTTEN):
-        forgets(partial(effects, law=law))
+        forgets(partial(effects, likelihood=likelihood))
 
 
 def test_what_is_not_pickled_says_what_to_do(fitted) -> None:
@@ -478,11 +478,11 @@ def test_natural_parameters_are_not_for_gradients() -> None:
 def test_quantiles_of_counts_say_where_to_take_them() -> None:
     ones = jnp.ones(3)
     counts = dist.NegativeBinomialLogits(2.0, ones)
-    law = gpaug.likelihoods.expectations.predictive(
+    predicted = gpaug.likelihoods.expectations.predictive(
         counts, {"logits": ones}, {"logits": ones}
     )
     with pytest.raises(NotImplementedError, match="Use quantiles of draws"):
-        law.icdf(0.5)
+        predicted.icdf(0.5)
 
 
 def test_inducing_inputs_by_position_are_told_their_name() -> None:

@@ -180,7 +180,7 @@ def test_gmrf_takes_sparse_matrices_of_jax():
     np.testing.assert_allclose(density(3.0), log_density(covariance, np.ones(12)), 1e-4)
 
 
-def law(name):
+def field_of(name):
     """A field and its covariance."""
     pieces = GRAPHS["pieces"]
     covariance, labels = reference(pieces)
@@ -203,7 +203,7 @@ def walk_covariance(scale, level, slope):
 
 
 def test_random_walks_of_order_two():
-    walk, covariance = law("walk")
+    walk, covariance = field_of("walk")
     np.testing.assert_allclose(walk.variance, covariance.diagonal(), 1e-5)
     x = np.random.default_rng(0).normal(size=6)
     gradient = jax.jit(jax.grad(lambda p: RandomWalk2(TIMES, *p).log_prob(x)))
@@ -224,7 +224,7 @@ def test_random_walks_of_order_two():
 
 
 def test_a_smooth_curve_is_made_of_independent_numbers():
-    walk, covariance = law("walk")
+    walk, covariance = field_of("walk")
     assert sparse_prior(walk).needs_float64
     root = np.asarray(walk.walked(jnp.eye(6)))
     np.testing.assert_allclose(root.T @ root, covariance, rtol=1e-4)
@@ -233,7 +233,7 @@ def test_a_smooth_curve_is_made_of_independent_numbers():
 
 @pytest.mark.parametrize("name", ["icar", "bym2", "gmrf", "walk"])
 def test_draws_have_the_covariance(name):
-    field, covariance = law(name)
+    field, covariance = field_of(name)
     draws = field.sample(jax.random.key(0), (4000,))
     found = np.cov(draws.T)
     deviation = np.sqrt(np.outer(*[covariance.diagonal()] * 2) / 4000)
@@ -245,7 +245,7 @@ def test_draws_have_the_covariance(name):
 @pytest.mark.parametrize("dtype", ["float64"], indirect=True)
 @pytest.mark.parametrize("name", ["icar", "bym2", "gmrf", "walk"])
 def test_the_sparse_form_is_the_field(name, dtype):
-    field, covariance = law(name)
+    field, covariance = field_of(name)
     prior = sparse_prior(field)
     precision = np.zeros((prior.pattern.size,) * 2)
     precision[prior.pattern.rows, prior.pattern.columns] = prior.values
@@ -267,13 +267,13 @@ def test_the_sparse_form_is_the_field(name, dtype):
 def test_the_sparse_form_of_car(is_sparse):
     graph = GRAPHS["connected"]
     graph = sparse.csr_matrix(graph) if is_sparse else graph
-    law = dist.CAR(1.0, 0.7, 2.0, graph, is_sparse=is_sparse)
-    prior = sparse_prior(law)
+    d = dist.CAR(1.0, 0.7, 2.0, graph, is_sparse=is_sparse)
+    prior = sparse_prior(d)
     found = GMRF(0.0, sparse.eye_array(60))
     found.pattern, found.values = prior.pattern, prior.values
     x = np.random.default_rng(0).normal(size=60).astype(np.float32)
     value = prior.value(x)
-    expected = law.log_prob(value) + 60 * jnp.log(prior.scales[0][0])
+    expected = d.log_prob(value) + 60 * jnp.log(prior.scales[0][0])
     np.testing.assert_allclose(found.log_prob(x), expected, 1e-4)
     assert sparse_prior(dist.Normal(0, 1)) is None
 

@@ -40,8 +40,8 @@ def mixture(z):
 
 
 def censored(z):
-    law = dist.Exponential(jnp.exp(eta(z)))
-    return jnp.where(BINARY == 1, law.log_prob(POSITIVE), -POSITIVE * jnp.exp(eta(z)))
+    d = dist.Exponential(jnp.exp(eta(z)))
+    return jnp.where(BINARY == 1, d.log_prob(POSITIVE), -POSITIVE * jnp.exp(eta(z)))
 
 
 def preference(z):

@@ -31,7 +31,7 @@ def column(name: str) -> np.ndarray:
     return np.array([row[name] for row in GOLDEN["moments"]], np.float64)
 
 
-def golden_law(dtype: str) -> GIG:
+def golden_distribution(dtype: str) -> GIG:
     return GIG(*(column(name).astype(dtype) for name in "pab"))
 
 
@@ -41,15 +41,15 @@ def log_prob(x, p, a, b):
 
 
 @jax.jit
-def density(law, x):
-    return law.log_prob(x)
+def density(distribution, x):
+    return distribution.log_prob(x)
 
 
 @jax.jit
-def summary(law):
+def summary(distribution):
     names = ("mean", "variance", "mean_reciprocal", "mode", "mean_log")
-    found = {name: getattr(law, name) for name in names}
-    return {**found, "entropy": law.entropy()}
+    found = {name: getattr(distribution, name) for name in names}
+    return {**found, "entropy": distribution.entropy()}
 
 
 @jax.jit
@@ -59,7 +59,7 @@ def divergence(q, r):
 
 def test_golden_moments(dtype):
     rtol = tol(dtype, 3e-6, 1e-12)
-    ours = summary(golden_law(dtype))
+    ours = summary(golden_distribution(dtype))
     assert {got.dtype for got in ours.values()} == {np.dtype(dtype)}
     for key, name in (
         ("mean", "mean"),
@@ -76,7 +76,7 @@ def test_golden_log_density(dtype):
     rows = [row["logpdf"] for row in GOLDEN["moments"]]
     x = np.array([[point["x"] for point in row] for row in rows]).T
     want = np.array([[point["logpdf"] for point in row] for row in rows]).T
-    got = density(golden_law(dtype), x.astype(dtype))
+    got = density(golden_distribution(dtype), x.astype(dtype))
     assert got.dtype == dtype
     rtol = tol(dtype, 3e-6, 1e-12)
     np.testing.assert_allclose(got, want, rtol=rtol, atol=rtol)
@@ -98,8 +98,8 @@ def test_golden_divergence(dtype):
     assert got.dtype == dtype
     want = np.resize([row["kl"] for row in GOLDEN["kl"]], size)
     np.testing.assert_allclose(got, want, rtol=tol(dtype, 1e-5, 1e-12))
-    law = golden_law(dtype)
-    np.testing.assert_allclose(divergence(law, law), 0.0, atol=tol(dtype, 1e-6, 1e-14))
+    d = golden_distribution(dtype)
+    np.testing.assert_allclose(divergence(d, d), 0.0, atol=tol(dtype, 1e-6, 1e-14))
 
 
 @slow_in_double
@@ -107,12 +107,12 @@ def test_score_identities(dtype):
     """The slopes of log_prob are the statistics minus their means, as in every
     exponential family.
     """
-    law = golden_law(dtype)
+    d = golden_distribution(dtype)
     p, a, b = (column(name) for name in "pab")
     x = np.asarray(0.8 * column("mean"), dtype)
     by_x, by_p, by_a, by_b = jax.jit(
         jax.grad(lambda *args: log_prob(*args).sum(), argnums=(0, 1, 2, 3))
-    )(x, law.p, law.a, law.b)
+    )(x, d.p, d.a, d.b)
     z = x.astype(np.float64)
     atol = tol(dtype, 5e-6, 1e-11)
     np.testing.assert_allclose(
@@ -125,12 +125,12 @@ def test_score_identities(dtype):
 
 @pytest.mark.slow
 def test_second_derivatives_are_covariances(x64):
-    law = golden_law("float64")
+    d = golden_distribution("float64")
     index = slice(2, 13)
-    at = tuple(v[index] for v in (law.p, law.a, law.b))
+    at = tuple(v[index] for v in (d.p, d.a, d.b))
     hessian = jax.jit(jax.vmap(jax.hessian(log_prob, argnums=(1, 2, 3))))
     second = hessian(jnp.ones(11), *at)
-    np.testing.assert_allclose(second[1][1], -law.variance[index] / 4, rtol=1e-9)
+    np.testing.assert_allclose(second[1][1], -d.variance[index] / 4, rtol=1e-9)
     flipped = GIG(-at[0], at[2], at[1])
     np.testing.assert_allclose(second[2][2], -flipped.variance / 4, rtol=1e-9)
     step = 1e-5
@@ -149,8 +149,8 @@ def test_gamma_limits(dtype):
     """With a vanishing coefficient the distribution is Gamma or inverse Gamma."""
     x = np.array([[0.1], [1.0], [7.0]], dtype)
     small, rtol = 1e-25, tol(dtype, 3e-6, 1e-12)
-    laws = np.array([[2.5, 1.5, small], [-2.5, small, 1.5]], dtype)
-    both, values = GIG(*laws.T), x.astype(float)[:, 0]
+    distributions = np.array([[2.5, 1.5, small], [-2.5, small, 1.5]], dtype)
+    both, values = GIG(*distributions.T), x.astype(float)[:, 0]
     got, logs = summary(both), np.asarray(density(both, x))
     ours = {k: np.asarray(v) for k, v in got.items()}
     want = gamma(2.5, scale=1 / 0.75)
@@ -183,11 +183,11 @@ def test_extreme_parameters(dtype):
     orders = [-1e4, -30.0, -2.5, -0.3, 0.0, 1e-5, 1.0, 50.0, 1e4]
     scales = SCALES[dtype]
     p, a, b = (v.ravel().astype(dtype) for v in np.meshgrid(orders, scales, scales))
-    law = GIG(p, a, b, validate_args=True)
-    x = law.sample(random.key(0), (50,))
+    d = GIG(p, a, b, validate_args=True)
+    x = d.sample(random.key(0), (50,))
     assert np.all(np.asarray(x) > 0)
     assert np.isfinite(x).all()
-    assert np.isfinite(density(law, x)).all()
+    assert np.isfinite(density(d, x)).all()
 
 
 @pytest.mark.slow
@@ -195,9 +195,9 @@ def test_extreme_moments_and_slopes(dtype):
     orders = [-1e4, -30.0, -2.5, -0.3, 0.0, 1e-5, 1.0, 50.0, 1e4]
     scales = SCALES[dtype]
     p, a, b = (v.ravel().astype(dtype) for v in np.meshgrid(orders, scales, scales))
-    law = GIG(p, a, b)
-    x = law.sample(random.key(0), (50,))
-    ours = summary(law)
+    d = GIG(p, a, b)
+    x = d.sample(random.key(0), (50,))
+    ours = summary(d)
     assert np.isfinite(ours["mean_log"]).all()
     assert np.isfinite(ours["entropy"]).all()
     by_p = jax.jit(jax.grad(lambda p: log_prob(x, p, a, b).sum()))(p)
@@ -289,7 +289,7 @@ def draw_cells(dtype: str, num: int) -> np.ndarray:
     ],
     indirect=["dtype"],
 )
-def test_sampler_law(dtype, num):
+def test_sampler_distribution(dtype, num):
     x = draw_cells(dtype, num)
     limit = np.sqrt(np.log(2 * len(CELLS) / 1e-4) / 2)
     assert np.all(x > 0)
@@ -327,16 +327,16 @@ def test_known_order_of_one_half(dtype):
 @slow_in_double
 def test_inverse_gaussian_against_scipy(dtype):
     loc, concentration = np.array([0.3, 1.0, 20.0]), np.array([2.0, 0.5, 300.0])
-    law = InverseGaussian(loc.astype(dtype), concentration.astype(dtype))
+    distribution = InverseGaussian(loc.astype(dtype), concentration.astype(dtype))
     want = invgauss(loc / concentration, scale=concentration)
     x = np.asarray([[0.1], [1.0], [15.0]]) * loc
     rtol = tol(dtype, 2e-5, 1e-12)
 
     @jax.jit
-    def everything(law, x, key):
-        return summary(law), law.log_prob(x), law.sample(key, (NUM_DRAWS,))
+    def everything(d, x, key):
+        return summary(d), d.log_prob(x), d.sample(key, (NUM_DRAWS,))
 
-    ours, got, draws = everything(law, x.astype(dtype), random.key(3))
+    ours, got, draws = everything(distribution, x.astype(dtype), random.key(3))
     assert got.dtype == ours["mean"].dtype == ours["entropy"].dtype == dtype
     np.testing.assert_allclose(got, want.logpdf(x), rtol=rtol, atol=rtol)
     np.testing.assert_allclose(ours["mean"], want.mean(), rtol=rtol)
@@ -353,37 +353,37 @@ def test_inverse_gaussian_against_scipy(dtype):
 
 @pytest.mark.slow
 def test_inverse_gaussian_is_the_special_case(dtype):
-    law = InverseGaussian(
+    d = InverseGaussian(
         np.asarray([[0.3], [2.0]], dtype), np.asarray([1e-3, 1.0, 500.0], dtype)
     )
-    same = law.to_gig()
-    assert law.batch_shape == same.batch_shape == (2, 3)
+    same = d.to_gig()
+    assert d.batch_shape == same.batch_shape == (2, 3)
     rtol = tol(dtype, 2e-5, 1e-11)
-    ours, general = summary(law), summary(same)
+    ours, general = summary(d), summary(same)
     x = 0.9 * np.asarray(ours["mean"])
-    ours["log_prob"], general["log_prob"] = density(law, x), density(same, x)
+    ours["log_prob"], general["log_prob"] = density(d, x), density(same, x)
     for name, got in ours.items():
         assert got.dtype == dtype
         np.testing.assert_allclose(got, general[name], rtol, rtol, err_msg=name)
     other = InverseGaussian(np.asarray(1.1, dtype), np.asarray(2.0, dtype))
     np.testing.assert_allclose(
-        divergence(law, other), divergence(same, other.to_gig()), rtol=5 * rtol
+        divergence(d, other), divergence(same, other.to_gig()), rtol=5 * rtol
     )
-    np.testing.assert_array_equal(divergence(law, law), 0.0)
+    np.testing.assert_array_equal(divergence(d, d), 0.0)
 
 
 @slow_in_double
 def test_inverse_gaussian_extremes(dtype):
     scales = SCALES[dtype]
     loc, concentration = (v.ravel().astype(dtype) for v in np.meshgrid(scales, scales))
-    law = InverseGaussian(loc, concentration, validate_args=True)
+    distribution = InverseGaussian(loc, concentration, validate_args=True)
 
     @jax.jit
-    def draw_and_density(law, key):
-        x = law.sample(key, (50,))
-        return x, law.log_prob(x)
+    def draw_and_density(distribution, key):
+        x = distribution.sample(key, (50,))
+        return x, distribution.log_prob(x)
 
-    x, value = draw_and_density(law, random.key(0))
+    x, value = draw_and_density(distribution, random.key(0))
     assert np.all(np.asarray(x) > 0)
     assert np.isfinite(x).all()
     assert not np.isnan(value).any()
@@ -396,7 +396,7 @@ def single(*values: float) -> np.ndarray:
     return np.array(values, np.float32)
 
 
-LAWS = {
+DISTRIBUTIONS = {
     GIG: ((single(-1.0, 0.5, 3.0), 2.0, single(0.1, 1.0, 5.0)), "pab"),
     InverseGaussian: (
         (single(0.5, 1.0, 4.0), single(2.0, 1.0, 0.3)),
@@ -405,15 +405,15 @@ LAWS = {
 }
 
 
-@pytest.mark.parametrize("kind", LAWS)
+@pytest.mark.parametrize("kind", DISTRIBUTIONS)
 def test_support_and_refusals(kind):
-    args, names = LAWS[kind]
-    law = kind(*args, validate_args=True)
-    off = np.asarray(density(law, single(-1.0, 0.0, 1.0)))
+    args, names = DISTRIBUTIONS[kind]
+    d = kind(*args, validate_args=True)
+    off = np.asarray(density(d, single(-1.0, 0.0, 1.0)))
     assert np.isneginf(off[:2]).all()
     assert np.isfinite(off[2])
     with pytest.warns(UserWarning, match="[Oo]ut-of-support"):
-        law.log_prob(-single(1, 1, 1))
+        d.log_prob(-single(1, 1, 1))
     for i, name in enumerate(names):
         if name == "p":
             continue
@@ -426,15 +426,15 @@ def test_support_and_refusals(kind):
 
 def test_bad_parameters_do_not_hang():
     ones = single(1, 1, 1)
-    law = GIG(single(np.nan, 1.0, -3.0), -ones, ones, validate_args=False)
-    assert np.isnan(law.sample(random.key(0))).all()
-    assert np.isnan(density(law, ones)).all()
+    d = GIG(single(np.nan, 1.0, -3.0), -ones, ones, validate_args=False)
+    assert np.isnan(d.sample(random.key(0))).all()
+    assert np.isnan(density(d, ones)).all()
     zeros = single(1, 0, 1), single(0, 1, 0)
     assert np.isnan(density(GIG(ones, *zeros, validate_args=False), ones)).all()
 
 
-@pytest.mark.parametrize("kind", LAWS)
+@pytest.mark.parametrize("kind", DISTRIBUTIONS)
 def test_draws_carry_no_gradient(kind):
-    args, _ = LAWS[kind]
+    args, _ = DISTRIBUTIONS[kind]
     total = jax.jit(jax.grad(lambda a: kind(a, *args[1:]).sample(random.key(0)).sum()))
     np.testing.assert_array_equal(total(args[0]), 0.0)

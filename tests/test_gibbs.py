@@ -23,7 +23,7 @@ from numpyro_gpaug.gp.outputs import Outputs
 from numpyro_gpaug.infer.mcmc.elliptical import minus_log_density
 from numpyro_gpaug.infer.mcmc.parts import Geometry, Part
 from numpyro_gpaug.model.latents import GaussianSite, Structure
-from tests.chains import assert_same_law, importance_draws, many_chains
+from tests.chains import assert_same_distribution, importance_draws, many_chains
 from tests.conftest import assert_close, slow
 
 KEY = jax.random.key(0)
@@ -119,7 +119,7 @@ def test_augmented_gaussian_draws_from_the_posterior(rows) -> None:
     y = np.where(mask, LABELS, 7)
     found = chains_of_classifier(mask, y)
     reference = posterior_of_classifier(slice(rows))
-    assert_same_law(found, reference, "f.v")
+    assert_same_distribution(found, reference, "f.v")
     values = 0.5 + found["f.v"] @ projection(slice(20)).T
     np.testing.assert_allclose(found["f"], values, atol=1e-3)
 
@@ -154,7 +154,7 @@ def test_elliptical_slices_draw_from_the_posterior() -> None:
     guide = gpaug.AutoSparseGP(classifier).setup(X, LABELS, inducing=X[:6])
     kernel = gpaug.EllipticalSlice(classifier, guide, params)
     found = many_chains(kernel, (X, LABELS), {"inducing": X[:6]})
-    assert_same_law(found, posterior_of_classifier(slice(20)), "f.v")
+    assert_same_distribution(found, posterior_of_classifier(slice(20)), "f.v")
 
 
 # -- against NUTS ----------------------------------------------------------------------
@@ -167,7 +167,7 @@ def test_several_latents(model) -> None:
     data = {"inducing": X[:8]}
     reference = run(NUTS(model), X, y, num_warmup=500, num_samples=6000, **data)
     gibbs = run(gpaug.AugmentedGaussian(model), X, y, num_samples=20000, **data)
-    assert_same_law(gibbs.get_samples(), reference.get_samples(), "f")
+    assert_same_distribution(gibbs.get_samples(), reference.get_samples(), "f")
 
 
 def parted(X, y=None):
@@ -229,7 +229,7 @@ def test_latents_that_share_no_predictor_are_parts(model) -> None:
 def test_parts_are_drawn_from_the_posterior(model, sampler) -> None:
     reference = run(NUTS(model), X, REALS, num_warmup=500, num_samples=6000)
     found = run(sampler(model), X, REALS, num_samples=30000, thinning=3)
-    assert_same_law(found.get_samples(), reference.get_samples(), "f", "all")
+    assert_same_distribution(found.get_samples(), reference.get_samples(), "f", "all")
 
 
 # -- the Gaussian part -----------------------------------------------------------------
@@ -490,8 +490,8 @@ def test_slices_that_need_a_fit_say_so() -> None:
     def shares(X, y=None):
         gp = gpaug.GaussianProcess("f", gpaug.kernels.Matern52(), X[:4], num_latents=3)
         with numpyro.plate("data", X.shape[0]):
-            law = dist.Dirichlet(jnp.exp(gp(X)))
-            numpyro.sample("y", law, obs=y)
+            likelihood = dist.Dirichlet(jnp.exp(gp(X)))
+            numpyro.sample("y", likelihood, obs=y)
 
     y = jnp.full((len(X), 3), 1 / 3)
     with pytest.raises(gpaug.NotConjugateError, match="TraceAnalytic_ELBO"):

@@ -45,8 +45,8 @@ def slopes(t, group, item, y=None):
     with numpyro.plate("groups", 40):
         z = numpyro.sample("z", dist.Normal(0, jnp.array([0.5, 0.2])).to_event(1))
     with numpyro.plate("data", len(t)):
-        law = dist.Normal(loc + z[group, 0], jnp.exp(-0.5 + z[group, 1]))
-        numpyro.sample("y", law, obs=y)
+        likelihood = dist.Normal(loc + z[group, 0], jnp.exp(-0.5 + z[group, 1]))
+        numpyro.sample("y", likelihood, obs=y)
 
 
 def nested(t, group, item, y=None):
@@ -220,8 +220,8 @@ def test_what_a_datum_compares_is_not_a_group(monkeypatch):
         with numpyro.plate("players", 40):
             f = numpyro.sample("f", dist.Normal(0, 1))
         with numpyro.plate("data", len(first)):
-            law = dist.Bernoulli(logits=f[first] - f[second])
-            numpyro.sample("y", law, obs=y)
+            likelihood = dist.Bernoulli(logits=f[first] - f[second])
+            numpyro.sample("y", likelihood, obs=y)
 
     monkeypatch.setattr(costs, "_OVERHEAD", -np.inf)
     guide = gpaug.AutoLatentGaussian(preferred)

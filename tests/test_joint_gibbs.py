@@ -15,7 +15,7 @@ from numpyro.infer.gibbs import GIBBS_SITES_KWARG, conditioned
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.infer.mcmc import gibbs
 from numpyro_gpaug.model import costs
-from tests.chains import assert_same_law, importance_draws, many_chains
+from tests.chains import assert_same_distribution, importance_draws, many_chains
 from tests.test_joint_slices import GROUP, GROUPS, TAU, N, X, given, mixed
 
 KEY = jax.random.key(0)
@@ -41,18 +41,20 @@ def log_density(z, data):
 
 
 @pytest.mark.parametrize(
-    ("law", "y", "data"),
+    ("likelihood", "y", "data"),
     [
         (logistic, LABELS, lambda f: -np.logaddexp(0, (1 - 2 * LABELS) * f)),
         (robust, REALS, lambda f: -2.5 * np.log1p((REALS - f) ** 2)),
     ],
     ids=["logistic", "student"],
 )
-def test_mixed_models_are_sampled_exactly(law, y, data) -> None:
+def test_mixed_models_are_sampled_exactly(likelihood, y, data) -> None:
     z = importance_draws(partial(log_density, data=data), 2 + GROUPS)
-    found = many_chains(gpaug.AugmentedGaussian(given), (X, GROUP, y), {"law": law})
+    found = many_chains(
+        gpaug.AugmentedGaussian(given), (X, GROUP, y), {"likelihood": likelihood}
+    )
     truth = {"beta": z[:, 0], "level": z[:, 1], "effect": z[:, 2:]}
-    assert_same_law(found, truth, *truth)
+    assert_same_distribution(found, truth, *truth)
     eta = found["beta"][:, None] * X + found["effect"][:, GROUP]
     np.testing.assert_allclose(found["eta"], eta, atol=1e-5)
 
@@ -220,7 +222,9 @@ def test_more_latents_than_a_matrix_may_have_rows_need_few_data(
 def test_hyperparameters_are_another_block_of_gibbs() -> None:
     kernel, given = gpaug.AugmentedGaussian(mixed), (X, GROUP, LABELS)
     ours, theirs = jax.eval_shape(
-        lambda key: kernel.init(key, 0, None, given, {"law": logistic}).block_states,
+        lambda key: (
+            kernel.init(key, 0, None, given, {"likelihood": logistic}).block_states
+        ),
         KEY,
     )
     assert {"beta", "level", "effect"} <= ours.z.keys()
@@ -228,10 +232,10 @@ def test_hyperparameters_are_another_block_of_gibbs() -> None:
 
 
 def test_what_has_no_augmentation_is_named() -> None:
-    def init(model, law, **how):
-        y = LABELS if law is not robust else REALS
+    def init(model, likelihood, **how):
+        y = LABELS if likelihood is not robust else REALS
         kernel = gpaug.AugmentedGaussian(model)
-        kernel.init(KEY, 0, None, (X, GROUP, y), {"law": law, **how})
+        kernel.init(KEY, 0, None, (X, GROUP, y), {"likelihood": likelihood, **how})
 
     with pytest.raises(gpaug.NotConjugateError, match="Bernoulli.logits=eta"):
         init(given, lambda eta: dist.Poisson(jnp.exp(eta)))

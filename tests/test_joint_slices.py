@@ -17,7 +17,7 @@ from numpyro.infer.gibbs import GIBBS_SITES_KWARG, conditioned
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.model import costs
 from numpyro_gpaug.model.gaussians import whitening
-from tests.chains import assert_same_law, importance_draws, many_chains
+from tests.chains import assert_same_distribution, importance_draws, many_chains
 from tests.conftest import slow
 
 KEY = jax.random.key(0)
@@ -28,7 +28,7 @@ CUTS = np.array([-0.5, 0.8])
 ORDERED = RNG.integers(0, 3, N)
 
 
-def mixed(x, group, y=None, *, groups=GROUPS, law):
+def mixed(x, group, y=None, *, groups=GROUPS, likelihood):
     """A slope and effects around a level, with a scale that has a prior."""
     beta = numpyro.sample("beta", dist.Normal(0, 1))
     level = numpyro.sample("level", dist.Normal(0, 2))
@@ -37,7 +37,7 @@ def mixed(x, group, y=None, *, groups=GROUPS, law):
         effect = numpyro.sample("effect", dist.Normal(level, tau))
     eta = numpyro.deterministic("eta", beta * x + effect[group])
     with numpyro.plate("data", len(x)):
-        numpyro.sample("y", law(eta), obs=y)
+        numpyro.sample("y", likelihood(eta), obs=y)
 
 
 def ordinal(eta):
@@ -61,10 +61,10 @@ def log_density(z):
 def test_any_likelihood_of_random_effects_is_sampled_exactly() -> None:
     z = importance_draws(log_density, 2 + GROUPS)
     found = many_chains(
-        gpaug.EllipticalSlice(given), (X, GROUP, ORDERED), {"law": ordinal}
+        gpaug.EllipticalSlice(given), (X, GROUP, ORDERED), {"likelihood": ordinal}
     )
     truth = {"beta": z[:, 0], "level": z[:, 1], "effect": z[:, 2:]}
-    assert_same_law(found, truth, *truth)
+    assert_same_distribution(found, truth, *truth)
 
 
 def moves(kernel, args, data, site, init=None):
@@ -88,7 +88,10 @@ def moves(kernel, args, data, site, init=None):
 def test_with_gaussian_noise_no_move_is_refused(x64, groups) -> None:
     """Dense, and eliminated group by group: the Gaussian is the posterior."""
     group, x = np.arange(2 * groups) % groups, RNG.normal(size=2 * groups)
-    args, data = (x, group, x + 1), {"groups": groups, "law": lambda e: dist.Normal(e)}
+    args, data = (
+        (x, group, x + 1),
+        {"groups": groups, "likelihood": lambda e: dist.Normal(e)},
+    )
     kernel = gpaug.EllipticalSlice(given)
     _, evaluations, log_ratio, effect = moves(kernel, args, data, "effect")
     assert bool(kernel.structure.form.independent.groups) == (groups > GROUPS)
@@ -120,7 +123,7 @@ def test_other_blocks_leave_values_as_they_are_when_they_move(x64) -> None:
     """A whitened latent would move with its scale. The ratio is that of the model's own
     density.
     """
-    model = partial(mixed, law=ordinal)
+    model = partial(mixed, likelihood=ordinal)
     args = X, GROUP, ORDERED
     kernel = gpaug.EllipticalSlice(model).wrap_model(conditioned)
     names = "beta", "level", "effect"
@@ -150,7 +153,7 @@ def test_other_blocks_leave_values_as_they_are_when_they_move(x64) -> None:
 SPD = np.array([[2.0, 0.5, 0.0], [0.5, 1.0, 0.2], [0.0, 0.2, 1.5]])
 FACTOR = np.linalg.cholesky(SPD)
 NEIGHBOURS = np.array([[0, 1, 0], [1, 0, 1], [0, 1, 0]])
-LAWS = {
+DISTRIBUTIONS = {
     "normal": lambda: dist.Normal(1.0, 2.0).expand([2, 3]),
     "multivariate": lambda: dist.MultivariateNormal(np.arange(3.0), SPD).expand([2]),
     "walk": lambda: dist.GaussianRandomWalk(0.5, num_steps=4),
@@ -165,12 +168,12 @@ LAWS = {
 
 
 def test_numbers_of_values(x64) -> None:
-    shapes = {name: whitening(law()).shape for name, law in LAWS.items()}
+    shapes = {name: whitening(d()).shape for name, d in DISTRIBUTIONS.items()}
     numbers = {name: RNG.normal(size=shape) for name, shape in shapes.items()}
 
     @jax.jit
     def there_and_back(z):
-        found = {name: whitening(law()) for name, law in LAWS.items()}
+        found = {name: whitening(d()) for name, d in DISTRIBUTIONS.items()}
         return {name: f.numbers(f.value(z[name])) for name, f in found.items()}
 
     for name, found in there_and_back(numbers).items():

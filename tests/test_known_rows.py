@@ -22,7 +22,7 @@ Y = 1 + SLOPE * X + NOISE * RNG.normal(size=N)
 NEW = np.array([-2.0, 0.0, 2.0, 1.0])
 
 
-def measured(x_obs, group, y=None, *, known=True, law=None):
+def measured(x_obs, group, y=None, *, known=True, likelihood=None):
     """A covariate that is measured with an error, and effects of groups."""
     with numpyro.plate("groups", 3):
         a = numpyro.sample("a", dist.Normal(0, 2))
@@ -30,8 +30,8 @@ def measured(x_obs, group, y=None, *, known=True, law=None):
         x = numpyro.sample("x", dist.Normal(0, 1))
         eta = numpyro.deterministic("eta", a[group] + SLOPE * x)
         with handlers.mask(mask=known):
-            law = law or (lambda x: dist.Normal(x, ERROR))
-            numpyro.sample("x_obs", law(x), obs=x_obs)
+            likelihood = likelihood or (lambda x: dist.Normal(x, ERROR))
+            numpyro.sample("x_obs", likelihood(x), obs=x_obs)
         numpyro.sample("y", dist.Normal(eta, NOISE), obs=y)
 
 
@@ -78,7 +78,7 @@ def test_what_has_no_gaussian_is_refused():
         return dist.Poisson(jnp.exp(x))
 
     counts = RNG.poisson(np.exp(X))
-    posterior = fitted(counts, GROUP, Y, law=proxy, steps=10)
+    posterior = fitted(counts, GROUP, Y, likelihood=proxy, steps=10)
     with pytest.raises(gpaug.NotConjugateError, match="'x_obs' is observed at the new"):
         posterior.predict_y(counts[:4], GROUP[:4], site="y")
 

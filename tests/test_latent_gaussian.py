@@ -57,7 +57,7 @@ def preferred(eta, y):
     numpyro.sample("y", dist.Bernoulli(jax.nn.sigmoid(3 * difference)), obs=y)
 
 
-LAWS = {
+LIKELIHOODS = {
     "poisson": (lambda e: dist.Poisson(jnp.exp(e)), COUNTS),
     "negative binomial": (lambda e: dist.NegativeBinomial2(jnp.exp(e), 3.0), COUNTS),
     "zero-inflated": (zero_inflated, COUNTS),
@@ -73,16 +73,16 @@ LAWS = {
 }
 
 
-def regression(t, y=None, *, law):
+def regression(t, y=None, *, likelihood):
     """Two scalar Gaussians, so that their posterior can be summed over a grid."""
     a = numpyro.sample("a", dist.Normal(0, 1.5))
     b = numpyro.sample("b", dist.Normal(0, 1.5))
     eta = numpyro.deterministic("eta", a + b * t)
-    if callable(getattr(law, "direct", None)):
-        law.direct(eta, y)
+    if callable(getattr(likelihood, "direct", None)):
+        likelihood.direct(eta, y)
     else:
         with numpyro.plate("data", len(t)):
-            numpyro.sample("y", law(eta), obs=y)
+            numpyro.sample("y", likelihood(eta), obs=y)
 
 
 POINTS = np.stack(np.meshgrid(*[np.linspace(-6, 6, 121)] * 2, indexing="ij"), -1)
@@ -110,11 +110,13 @@ def fitted(model, *args, optim=None, steps=60, guide=None, **kwargs):
 QUICK = "poisson", "student"
 
 
-@pytest.mark.parametrize("name", [n if n in QUICK else slow(n) for n in LAWS])
+@pytest.mark.parametrize("name", [n if n in QUICK else slow(n) for n in LIKELIHOODS])
 def test_any_likelihood_against_a_grid(x64, name):
-    law, y = LAWS[name]
-    posterior, _, _ = fitted(partial(regression, law=law), T, y)
-    mean, deviation = grid_moments(lambda p: law(p[0] + p[1] * T).log_prob(y).sum())
+    likelihood, y = LIKELIHOODS[name]
+    posterior, _, _ = fitted(partial(regression, likelihood=likelihood), T, y)
+    mean, deviation = grid_moments(
+        lambda p: likelihood(p[0] + p[1] * T).log_prob(y).sum()
+    )
     found = [posterior["a"], posterior["b"]]
     np.testing.assert_allclose(
         [q.mean for q in found], mean, atol=0.07 * float(deviation.max())
@@ -271,8 +273,8 @@ def test_minibatches_reach_the_full_data_fit():
         with numpyro.plate("groups", 4):
             a = numpyro.sample("a", dist.Normal(a0, 0.7))
         with numpyro.plate("data", N, subsample_size=5) as i:
-            law = dist.Poisson(jnp.exp(a[group[i]] + 0.5 * t[i]))
-            numpyro.sample("y", law, obs=y[i])
+            likelihood = dist.Poisson(jnp.exp(a[group[i]] + 0.5 * t[i]))
+            numpyro.sample("y", likelihood, obs=y[i])
 
     def full(t, group, y=None):
         a0 = numpyro.sample("a0", dist.Normal(1, 2))
@@ -377,8 +379,8 @@ def test_predictions_are_those_of_draws(counts):
     rate, y, num = np.exp(normal), np.arange(5), 10_000
 
     @jax.jit
-    def known(law, key):
-        return law.mean, law.variance, law.log_prob(y), law.sample(key, (num,))
+    def known(d, key):
+        return d.mean, d.variance, d.log_prob(y), d.sample(key, (num,))
 
     found = known(predicted, jax.random.key(0))
     mean, variance, log_prob, draws = (np.asarray(x, float) for x in found)
@@ -548,8 +550,8 @@ def test_a_kernel_parameter_with_a_normal_prior_is_a_hyperparameter():
     def model(t, y=None):
         log_ls = numpyro.sample("log_ls", dist.Normal(0, 1))
         K = gpaug.kernels.Matern52(jnp.exp(log_ls))(t[:, None], t[:, None])
-        law = dist.MultivariateNormal(jnp.zeros(N), K + 1e-4 * jnp.eye(N))
-        f = numpyro.sample("f", law)
+        d = dist.MultivariateNormal(jnp.zeros(N), K + 1e-4 * jnp.eye(N))
+        f = numpyro.sample("f", d)
         with numpyro.plate("data", N):
             numpyro.sample("y", dist.Bernoulli(logits=f), obs=y)
 
@@ -600,9 +602,9 @@ def test_codes_of_no_group_are_refused(counts):
 
 def test_codes_are_checked_however_they_index():
     def slopes(t, group, y=None):
-        law = dist.MultivariateNormal(jnp.zeros(2), jnp.eye(2))
+        d = dist.MultivariateNormal(jnp.zeros(2), jnp.eye(2))
         with numpyro.plate("groups", 4):
-            b = numpyro.sample("b", law)
+            b = numpyro.sample("b", d)
         with numpyro.plate("data", len(t)):
             eta = b[group, 0] + b[group, 1] * t
             numpyro.sample("y", dist.Poisson(jnp.exp(eta)), obs=y)
@@ -669,9 +671,9 @@ def test_factors_under_masks_count_what_is_not_masked():
         with numpyro.plate("data", N), numpyro.handlers.mask(mask=y > 0):
             numpyro.sample("y", dist.Poisson(jnp.exp(b * t)), obs=y)
 
-    laws = [fitted(m, T, COUNTS)[0]["b"] for m in (factor, sample)]
-    np.testing.assert_allclose(*(q.mean for q in laws), rtol=1e-3)
-    np.testing.assert_allclose(*(q.variance for q in laws), rtol=1e-3)
+    distributions = [fitted(m, T, COUNTS)[0]["b"] for m in (factor, sample)]
+    np.testing.assert_allclose(*(q.mean for q in distributions), rtol=1e-3)
+    np.testing.assert_allclose(*(q.variance for q in distributions), rtol=1e-3)
 
 
 def test_values_elsewhere_of_a_multivariate_normal_are_refused():

@@ -145,19 +145,19 @@ def test_a_posterior_is_no_tree(posterior, function):
 
 
 @pytest.mark.parametrize(
-    "law",
+    "likelihood",
     [
         lambda f: dist.Normal(f, jnp.array(0.5)),
         slow(lambda f: dist.ZeroInflatedPoisson(jnp.array(0.3), jnp.exp(f))),
     ],
 )
-def test_draws_of_mixtures_have_their_moments_and_are_independent(law):
+def test_draws_of_mixtures_have_their_moments_and_are_independent(likelihood):
     """For numbers a node is drawn first; distributions with others inside draw from all
     nodes.
     """
     f = np.array([[-1.0, 0.5], [0.2, -0.3], [1.5, 2.0]], "float32")
-    treedef = jax.tree.structure(law(f[0]))
-    stacked = [jax.tree.leaves(law(row)) for row in f]
+    treedef = jax.tree.structure(likelihood(f[0]))
+    stacked = [jax.tree.leaves(likelihood(row)) for row in f]
     varies = tuple(jnp.ndim(x) == 1 for x in stacked[0])
     leaves = tuple(
         jnp.stack(xs) if v else xs[0]
@@ -265,9 +265,9 @@ def test_a_density_that_is_not_finite_is_named():
 
     def model(time, event):
         b = numpyro.sample("b", dist.Normal(0, 2))
-        law = dist.Exponential(jnp.exp(b) * jnp.ones(len(time)))
-        survival = jnp.log1p(-law.cdf(time))
-        numpyro.factor("lik", jnp.where(event == 1, law.log_prob(time), survival))
+        d = dist.Exponential(jnp.exp(b) * jnp.ones(len(time)))
+        survival = jnp.log1p(-d.cdf(time))
+        numpyro.factor("lik", jnp.where(event == 1, d.log_prob(time), survival))
 
     svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
     time, event = jnp.array([1.0, 90.0, 1e6]), jnp.array([1, 0, 0])
@@ -305,8 +305,8 @@ def test_kernel_matrices_without_a_factor_are_named(f, said):
 
 def test_graphs_that_are_none_and_counts_without_exposure_are_named():
     def model(exposure, graph, y=None):
-        law = dist.CAR(jnp.zeros(len(exposure)), 0.5, 1.0, graph)
-        area = numpyro.sample("area", law)
+        d = dist.CAR(jnp.zeros(len(exposure)), 0.5, 1.0, graph)
+        area = numpyro.sample("area", d)
         with numpyro.plate("data", len(exposure)):
             numpyro.sample("y", dist.Poisson(exposure * jnp.exp(area)), obs=y)
 
@@ -332,15 +332,15 @@ def test_graphs_that_are_none_and_counts_without_exposure_are_named():
         gpaug.EllipticalSlice(model).init(KEY, 0, None, arguments, {})
 
 
-def test_laws_that_hold_arrays_outside_of_their_leaves_are_refused_twice():
+def test_likelihoods_that_hold_arrays_outside_of_their_leaves_are_refused_twice():
     """NumPyro's multinomial has its totals there, which JAX cannot compare."""
 
     def model(t, total, y=None):
         b = numpyro.sample("b", dist.Normal(0, 1).expand([3]).to_event(1))
         with numpyro.plate("data", N):
             shares = jax.nn.softmax(b * t[:, None])
-            law = dist.Multinomial(total, shares, total_count_max=5)
-            numpyro.sample("y", law, obs=y)
+            likelihood = dist.Multinomial(total, shares, total_count_max=5)
+            numpyro.sample("y", likelihood, obs=y)
 
     total, counts = np.full(N, 5), np.tile([2, 2, 1], (N, 1))
     for _ in range(2):
@@ -431,7 +431,7 @@ def test_choices_that_are_none_need_finite_logits(route):
         run(available, np.zeros(N, int))
 
 
-def test_laws_of_ones_own_are_told_what_they_lack():
+def test_distributions_of_ones_own_are_told_what_they_lack():
     class Own(dist.Distribution):
         def __init__(self, rate):
             self.rate = rate

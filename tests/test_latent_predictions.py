@@ -48,35 +48,35 @@ def test_models_without_inputs_are_predicted():
     np.testing.assert_allclose(posterior.log_prob(TIMES), density, rtol=1e-3)
 
 
-def alike(t, y=None, z=None, *, law):
+def alike(t, y=None, z=None, *, likelihood):
     """The model: columns with a common distribution, and data with one for all."""
     a = numpyro.sample("a", dist.Normal(0, 1))
     b = numpyro.sample("b", dist.Normal(0, 1))
     with numpyro.plate("columns", 2), numpyro.plate("rows", len(t), dim=-2):
-        numpyro.sample("y", law((a + b * t)[:, None]), obs=y)
+        numpyro.sample("y", likelihood((a + b * t)[:, None]), obs=y)
     with numpyro.plate("others", 3):
-        numpyro.sample("z", law(a), obs=z)
+        numpyro.sample("z", likelihood(a), obs=z)
 
 
 @jax.jit
-def known(law, key):
+def known(d, key):
     """Draws, the mean, and probabilities, or the median and its level."""
-    drawn = law.sample(key, (4000,)), law.mean
-    if law.is_discrete:
-        return *drawn, law.probs
-    return *drawn, law.icdf(0.5), law.cdf(law.icdf(0.5))
+    drawn = d.sample(key, (4000,)), d.mean
+    if d.is_discrete:
+        return *drawn, d.probs
+    return *drawn, d.icdf(0.5), d.cdf(d.icdf(0.5))
 
 
 @pytest.mark.parametrize(
-    "law",
+    "likelihood",
     [
         lambda eta: dist.Normal(eta, 0.5),
         slow(lambda eta: dist.Bernoulli(probs=ndtr(eta))),
     ],
 )
-def test_predictions_have_the_shape_of_data(law):
+def test_predictions_have_the_shape_of_data(likelihood):
     def model(*args):
-        alike(*args, law=law)
+        alike(*args, likelihood=likelihood)
 
     y = (T[:, None] > np.array([0.0, 0.2])).astype("float32")
     posterior = fitted(model, T, y, y[:3, 0])
@@ -174,17 +174,17 @@ def ordinal(eta):
     return dist.OrderedLogistic(eta, jnp.array([-0.5, 1.0]))
 
 
-@pytest.mark.parametrize("law", [slow(probit), ordinal])
-def test_labels_by_quadrature_have_probabilities(law):
+@pytest.mark.parametrize("likelihood", [slow(probit), ordinal])
+def test_labels_by_quadrature_have_probabilities(likelihood):
     def model(t, y=None, *, prior=1.0):
         b = numpyro.sample("b", dist.Normal(0, prior))
         with numpyro.plate("data", len(t)):
-            numpyro.sample("y", law(b * t), obs=y)
+            numpyro.sample("y", likelihood(b * t), obs=y)
 
     posterior = fitted(model, T, DIED.astype(int))
     predicted = posterior.predict_y(T)
     draws = np.asarray(posterior["b"].sample(KEY, (20_000,)))
-    expected = jax.jit(lambda b: law(b[:, None] * T).probs.mean(0))(draws)
+    expected = jax.jit(lambda b: likelihood(b[:, None] * T).probs.mean(0))(draws)
     np.testing.assert_allclose(predicted.probs, expected, atol=0.01)
     np.testing.assert_allclose(
         predicted.log_prob(DIED.astype(int)),
@@ -194,7 +194,7 @@ def test_labels_by_quadrature_have_probabilities(law):
 
 
 @pytest.mark.slow
-def test_labels_by_quadrature_keep_their_law_over_hyperparameters():
+def test_labels_by_quadrature_keep_their_distribution_over_hyperparameters():
     def model(t, y=None):
         tau = numpyro.sample("tau", dist.HalfNormal(1))
         b = numpyro.sample("b", dist.Normal(0, tau))

@@ -19,10 +19,13 @@ RNG = np.random.default_rng(1)
 N, GROUPS = 24, 4
 GROUP, X = np.arange(N) % GROUPS, RNG.normal(size=N)
 DATA = {"normal": X + RNG.normal(size=N), "poisson": RNG.poisson(np.exp(X / 2))}
-LAWS = {"normal": lambda e: dist.Normal(e, 0.7), "poisson": lambda e: dist.Poisson(e)}
+LIKELIHOODS = {
+    "normal": lambda e: dist.Normal(e, 0.7),
+    "poisson": lambda e: dist.Poisson(e),
+}
 
 
-def mixed(x, group, y=None, *, law):
+def mixed(x, group, y=None, *, likelihood):
     """Nested locations, so that values are not the numbers they are made of."""
     level = numpyro.sample("level", dist.Normal(0, 2))
     walk = numpyro.sample("walk", dist.GaussianRandomWalk(0.3, num_steps=3))
@@ -30,16 +33,16 @@ def mixed(x, group, y=None, *, law):
         effect = numpyro.sample("effect", dist.Normal(level, 0.8))
     eta = effect[group] + x * walk[group % 3]
     with numpyro.plate("data", len(x)):
-        mean = eta if law == "normal" else jnp.exp(eta)
-        numpyro.sample("y", LAWS[law](mean), obs=y)
+        mean = eta if likelihood == "normal" else jnp.exp(eta)
+        numpyro.sample("y", LIKELIHOODS[likelihood](mean), obs=y)
 
 
-@pytest.mark.parametrize("law", ["normal", slow("poisson")])
-def test_losses_are_those_of_closed_form_updates(x64, law) -> None:
+@pytest.mark.parametrize("likelihood", ["normal", slow("poisson")])
+def test_losses_are_those_of_closed_form_updates(x64, likelihood) -> None:
     """The losses are compared at the Gaussian of closed-form updates. With Gaussian
     noise it is the posterior, and every draw's ratio is the evidence.
     """
-    args, data = (X, GROUP, DATA[law]), {"law": law}
+    args, data = (X, GROUP, DATA[likelihood]), {"likelihood": likelihood}
     model = partial(mixed, **data)
     svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model), None)
     fit = svi.run(jax.random.key(0), 20, *args, progress_bar=False)
@@ -56,19 +59,19 @@ def test_losses_are_those_of_closed_form_updates(x64, law) -> None:
         return loss.loss(key, params, model, guide, *args)
 
     losses = [gpaug.TraceAnalytic_ELBO()]
-    losses += [Trace_ELBO()] if law == "normal" else []
+    losses += [Trace_ELBO()] if likelihood == "normal" else []
     for loss in losses:
         for seed in range(2):
             found = at(loss, jax.random.key(seed))
             np.testing.assert_allclose(found, fit.losses[-1], rtol=1e-8)
-    if law == "poisson":
+    if likelihood == "poisson":
         optimised = SVI(model, guide, optax.adam(0.1), losses[0])
         found = optimised.run(jax.random.key(0), 300, *args, progress_bar=False)
         np.testing.assert_allclose(found.losses[-1], fit.losses[-1], atol=0.05)
         params = found.params
     posterior = gpaug.Posterior.from_guide(model, guide, params, *args)
     theirs = svi.posterior(fit)["effect"].mean
-    atol = 0.02 if law == "poisson" else 1e-8
+    atol = 0.02 if likelihood == "poisson" else 1e-8
     np.testing.assert_allclose(posterior["effect"].mean, theirs, atol=atol)
 
 

@@ -142,9 +142,9 @@ def test_citizenship(x64, name) -> None:
 def test_draws_of_positive_numbers(kind) -> None:
     """Expanded, mapped, none of them, of whole parameters, and as a site."""
     args = [np.array(x, "float32") for x in POSITIVE[kind]]
-    law, full, key = kind(*args), np.broadcast_arrays(*args), random.key(0)
-    assert not law.has_rsample
-    wide, keys = law.expand((4, 3)), random.split(key, 3)
+    d, full, key = kind(*args), np.broadcast_arrays(*args), random.key(0)
+    assert not d.has_rsample
+    wide, keys = d.expand((4, 3)), random.split(key, 3)
     draw = jax.jit(lambda key: wide.sample(key, (5,)))
     draws, again, others = map(np.asarray, (draw(key), draw(key), draw(keys[0])))
     assert draws.shape == (5, 4, 3)
@@ -158,16 +158,16 @@ def test_draws_of_positive_numbers(kind) -> None:
         return each[1], kind(*(x[1] for x in full)).sample(keys[1], (6,))
 
     np.testing.assert_allclose(*mapped(keys, *full), rtol=1e-4)
-    np.testing.assert_allclose(wide.mean, np.tile(law.mean, (4, 1)), rtol=1e-6)
+    np.testing.assert_allclose(wide.mean, np.tile(d.mean, (4, 1)), rtol=1e-6)
 
     def model():
         with numpyro.plate("data", 3):
-            numpyro.sample("x", law)
+            numpyro.sample("x", d)
 
     def shapes(key):
         whole = kind(*(np.arange(1, 4) for _ in args))
         trace = numpyro.handlers.trace(numpyro.handlers.seed(model, key)).get_trace()
-        some = trace["x"]["value"], law.sample(key, (0,)), wide.log_prob(draws)
+        some = trace["x"]["value"], d.sample(key, (0,)), wide.log_prob(draws)
         return *some, whole.sample(key), whole.mean
 
     *some, drawn, mean = jax.eval_shape(shapes, key)
@@ -266,11 +266,11 @@ def test_scaled_likelihoods_against_scipy(x64) -> None:
 
     @jax.jit
     def ours(logits, y):
-        laws = (
+        distributions = (
             gpaug.LogisticPoisson(logits, 4.0),
             gpaug.HeteroscedasticNormal(0.5, logits, 4.0),
         )
-        return [d.log_prob(y) for d in laws]
+        return [d.log_prob(y) for d in distributions]
 
     poisson, normal = ours(logits, y)
     rate = 4 * expit(logits)
@@ -379,8 +379,8 @@ def test_predictive_probabilities(x64, case) -> None:
 
         @jax.jit
         def log_prob(m, v):
-            law = predictive(make(m), {latent: m}, {latent: v})
-            return law.log_prob(jnp.asarray(y, m.dtype))
+            predicted = predictive(make(m), {latent: m}, {latent: v})
+            return predicted.log_prob(jnp.asarray(y, m.dtype))
 
         ours = np.exp(np.asarray(log_prob(m, v), float))
         assert np.abs(ours - expected).max() < tolerance
@@ -391,7 +391,7 @@ def test_predictive_distribution_functions_of_counts(dtype) -> None:
     """Latents have any variance; the values are below zero, between whole numbers, and
     at the top.
     """
-    laws = {
+    likelihoods = {
         "binomial": (
             lambda z: dist.Binomial(1000, logits=z),
             lambda y, f: st.binom.cdf(y, 1000, expit(f)),
@@ -414,19 +414,19 @@ def test_predictive_distribution_functions_of_counts(dtype) -> None:
 
     @jax.jit
     def reached(m, v):
-        def law(make):
+        def likelihood(make):
             return predictive(make(m), {"logits": m}, {"logits": v})
 
         return {
-            k: law(make).cdf(jnp.asarray(values, m.dtype)[:, None])
-            for k, (make, _, values, _) in laws.items()
+            k: likelihood(make).cdf(jnp.asarray(values, m.dtype)[:, None])
+            for k, (make, _, values, _) in likelihoods.items()
         }
 
     # Incomplete gamma functions of large counts lose three digits of float32.
     tolerance = {"float64": 1e-5, "float32": 1e-4}[dtype]
     for name, found in reached(*GRID.astype(dtype).T).items():
         assert found.dtype == dtype
-        _, exact, values, turn = laws[name]
+        _, exact, values, turn = likelihoods[name]
         for ours, y in zip(np.asarray(found, float), values, strict=True):
             expected = average(lambda f, y=y, exact=exact: exact(y, f), 0.0, turn)
             np.testing.assert_allclose(ours, expected, 0, tolerance, err_msg=name)
@@ -454,12 +454,12 @@ def test_predictive_heteroscedastic(x64) -> None:
 
 def test_student_t_without_moments() -> None:
     @jax.jit
-    def moments_of_the_law():
+    def moments_of_the_distribution():
         d = dist.StudentT(jnp.array([1.0, 2.0, 3.0]), 0.0, 1.0)
-        law = predictive(d, {"loc": jnp.zeros(3)}, {"loc": jnp.ones(3)})
-        return law.mean, law.variance
+        predicted = predictive(d, {"loc": jnp.zeros(3)}, {"loc": jnp.ones(3)})
+        return predicted.mean, predicted.variance
 
-    mean, variance = moments_of_the_law()
+    mean, variance = moments_of_the_distribution()
     np.testing.assert_array_equal(mean, [np.nan, 0, 0])
     np.testing.assert_array_equal(variance, [np.nan, np.inf, 4])
 
@@ -470,8 +470,10 @@ def test_golden_svm_predictions(x64) -> None:
 
     @jax.jit
     def probabilities(m, v):
-        laws = (gpaug.BayesianSVM(m, predictive=k) for k in ("probit", "normalized"))
-        return [predictive(d, {"f": m}, {"f": v}).probs for d in laws]
+        distributions = (
+            gpaug.BayesianSVM(m, predictive=k) for k in ("probit", "normalized")
+        )
+        return [predictive(d, {"f": m}, {"f": v}).probs for d in distributions]
 
     probit, normalized = probabilities(m, v)
     np.testing.assert_allclose(probit, golden["p_probit"], rtol=1e-9)
@@ -530,9 +532,9 @@ def test_intervals_of_real_predictions() -> None:
 
         @jax.jit
         def everything(key, make=make):
-            law = predictive(make(jnp.zeros(2)), m, v)
-            x = law.icdf(q)
-            return x, law.cdf(x), law.sample(key, (20_000,))
+            predicted = predictive(make(jnp.zeros(2)), m, v)
+            x = predicted.icdf(q)
+            return x, predicted.cdf(x), predicted.sample(key, (20_000,))
 
         x, reached, draws = (np.asarray(a) for a in everything(random.key(0)))
         np.testing.assert_allclose(reached, q * np.ones(2), atol=2e-5)

@@ -143,7 +143,7 @@ def compiled(name: str, dtype: str):
 def test_expectations_against_draws(name: str) -> None:
     means, variances = latents_of(name, "float32")
     y, num = observation(name, "float32"), 200_000
-    value, _, law, _ = compiled(name, "float32")(means, variances, y)
+    value, _, predictive, _ = compiled(name, "float32")(means, variances, y)
 
     @jax.jit
     def draws(key):
@@ -159,13 +159,13 @@ def test_expectations_against_draws(name: str) -> None:
 
     mean, spread, predicted, noise = draws(KEY)
     assert (np.abs(value - mean) < 5 * spread / np.sqrt(num) + 2e-5).all()
-    error = np.abs(np.exp(log_prob(law, y)) - np.exp(predicted))
+    error = np.abs(np.exp(log_prob(predictive, y)) - np.exp(predicted))
     assert (error < 5 * noise / np.sqrt(num) + 1e-5).all()
 
 
 @jax.jit
-def log_prob(law, y):
-    return law.log_prob(y)
+def log_prob(distribution, y):
+    return distribution.log_prob(y)
 
 
 @pytest.mark.parametrize("name", SOME_SLOW)
@@ -194,21 +194,19 @@ def ways_to_the_density(d, y):
 
 
 @jax.jit
-def quantiles(law, q):
-    x = law.icdf(q)
-    return x, law.cdf(x), law.cdf(x - 1)
+def quantiles(distribution, q):
+    x = distribution.icdf(q)
+    return x, distribution.cdf(x), distribution.cdf(x - 1)
 
 
 @pytest.mark.parametrize("name", marked(["poisson", "normal"]))
 def test_predictions_have_the_moments_and_citizenship(x64, name: str) -> None:
     means, variances = latents_of(name, "float64")
     y = observation(name, "float64")
-    _, d, law, _ = compiled(name, "float64")(means, variances, y)
-    assert law.batch_shape == (4,)
-    draw = jax.jit(
-        lambda law, key: (law.sample(key, (40_000,)), law.mean, law.variance)
-    )
-    draws, mean, variance = (np.asarray(x, float) for x in draw(law, KEY))
+    _, d, distribution, _ = compiled(name, "float64")(means, variances, y)
+    assert distribution.batch_shape == (4,)
+    draw = jax.jit(lambda d, key: (d.sample(key, (40_000,)), d.mean, d.variance))
+    draws, mean, variance = (np.asarray(x, float) for x in draw(distribution, KEY))
     error = np.abs(draws.mean(0) - mean) / np.sqrt(variance / 40_000)
     assert error.max() < 4.5
     spread = draws.var(0)
@@ -218,7 +216,7 @@ def test_predictions_have_the_moments_and_citizenship(x64, name: str) -> None:
     made_inside = jax.jit(lambda f, y: CASES[name][0](f, "float64").log_prob(y))(
         means, y
     )
-    for x in (d, law):
+    for x in (d, distribution):
         value, wider, mapped, supported = ways_to_the_density(x, y)
         np.testing.assert_allclose(wider, np.stack([value] * 2), rtol=1e-12)
         np.testing.assert_allclose(mapped, np.stack([value] * 2), rtol=1e-12)
@@ -230,7 +228,7 @@ def test_predictions_have_the_moments_and_citizenship(x64, name: str) -> None:
     if name == "bernoulli":
         return
     q = np.array([0.05, 0.5, 0.95])[:, None]
-    quantile, reached, below = quantiles(law, q)
+    quantile, reached, below = quantiles(distribution, q)
     if name == "poisson":
         assert (reached >= q).all()
         assert ((below < q) | (quantile == 0)).all()
@@ -243,11 +241,16 @@ def test_predictions_have_the_moments_and_citizenship(x64, name: str) -> None:
 @pytest.mark.parametrize("name", SOME_SLOW)
 def test_dtypes(x64, dtype: str, name: str) -> None:
     def everything(means, variances, y):
-        value, d, law, slopes = compiled(name, dtype)(means, variances, y)
+        value, d, distribution, slopes = compiled(name, dtype)(means, variances, y)
         assert d.is_discrete == (y.dtype.kind == "i")
         # NumPyro's densities of whole numbers are in double precision here.
-        densities = () if d.is_discrete else (value, d.log_prob(y), law.log_prob(y))
-        return *densities, law.mean, law.variance, slopes
+        own = value, d.log_prob(y), distribution.log_prob(y)
+        return (
+            *(() if d.is_discrete else own),
+            distribution.mean,
+            distribution.variance,
+            slopes,
+        )
 
     y = observation(name, dtype)
     found = jax.eval_shape(everything, *latents_of(name, dtype), y)
@@ -288,9 +291,9 @@ def test_golden_heteroscedastic(x64) -> None:
             gpaug.LogVarianceNormal(mf, mg), y,
             {"loc": mf, "log_variance": mg}, {"loc": vf, "log_variance": vg},
         )  # fmt: skip
-        laws = [gpaug.PiecewiseHeteroscedasticNormal(mf, mg, link) for link in links]
+        linked = [gpaug.PiecewiseHeteroscedasticNormal(mf, mg, link) for link in links]
         moments = {"loc": mf, "f": mg}, {"loc": vf, "f": vg}
-        return exact, jnp.stack([expected_log_prob(d, y, *moments) for d in laws])
+        return exact, jnp.stack([expected_log_prob(d, y, *moments) for d in linked])
 
     exact, ours = everything(links)
     np.testing.assert_allclose(exact, golden["exact"], rtol=1e-12)
@@ -421,8 +424,8 @@ def test_a_learnt_link_beats_a_straight_line(order: str) -> None:
     svi = gpaug.ConjugateSVI(regression, guide, optax.adam(0.05))
     kwargs = {"inducing": Z, "order": order}
     result = svi.run(KEY, 150, X, y, progress_bar=False, **kwargs)
-    law = svi.posterior(result).predict_y(X)
-    inside = (law.icdf(0.05) < y) & (y < law.icdf(0.95))
+    predicted = svi.posterior(result).predict_y(X)
+    inside = (predicted.icdf(0.05) < y) & (y < predicted.icdf(0.95))
     assert 0.82 < inside.mean() < 0.98
 
     def straight(X, y=None, *, inducing):

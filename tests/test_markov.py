@@ -151,8 +151,8 @@ def effects(t, x, group, y=None, *, counts=False, markov=True, inducing=None):
     f = gpaug.GaussianProcess("f", kernel_of_effects(), inducing, markov=markov)(t)
     eta = numpyro.deterministic("eta", f + beta * x + b[group])
     with numpyro.plate("data", len(t)):
-        law = dist.Poisson(jnp.exp(eta)) if counts else dist.Normal(eta, 0.3)
-        numpyro.sample("y", law, obs=y)
+        likelihood = dist.Poisson(jnp.exp(eta)) if counts else dist.Normal(eta, 0.3)
+        numpyro.sample("y", likelihood, obs=y)
 
 
 def fitted(*args, **kwargs):
@@ -172,14 +172,14 @@ def moments_of_effects(t, x, group, y, new):
     of_eta += 0.25 * (groups[:, None] == groups)
     cut = len(t)
     whole = of_eta[:cut, :cut] + 0.09 * np.eye(cut)
-    law = scipy.stats.multivariate_normal(np.zeros(cut), whole)
+    d = scipy.stats.multivariate_normal(np.zeros(cut), whole)
     found = []
     for covariance in (of_f, of_eta):
         gain = np.linalg.solve(whole, covariance[:cut, cut:]).T
         # Effects are independent of f: the data covary with it as f does.
         spread = covariance[cut:, cut:] - gain @ covariance[:cut, cut:]
         found.append((gain @ y, spread))
-    return law.logpdf(y), *found
+    return d.logpdf(y), *found
 
 
 @pytest.mark.slow
@@ -293,9 +293,9 @@ def test_processes_at_different_times_are_one_chain(dtype, tmp_path):
     whole[: cuts[0], : cuts[0]] += of_f[: cuts[0], : cuts[0]]
     whole[cuts[0] :, cuts[0] :] += of_g[: cuts[1], : cuts[1]]
     seen = np.concatenate(given[2:])
-    law = scipy.stats.multivariate_normal(np.zeros(170), whole)
+    d = scipy.stats.multivariate_normal(np.zeros(170), whole)
     tolerance = {"float32": 1e-4, "float64": 1e-9}[dtype]
-    np.testing.assert_allclose(-result.losses[-1], law.logpdf(seen), rtol=tolerance)
+    np.testing.assert_allclose(-result.losses[-1], d.logpdf(seen), rtol=tolerance)
     rows = slice(cuts[0]), slice(cuts[0], None)
     for site, covariance, cut, own in zip("fg", (of_f, of_g), cuts, rows, strict=True):
         cross = np.zeros((170, len(new)))
@@ -342,8 +342,8 @@ def test_processes_that_are_given_the_same_times_are_one_chain():
         ):  # fmt: skip
             whole[own, own] += kernel(times[own], times[own])
     whole += np.diag(np.repeat([0.09, 0.25], [40, 30]))
-    law = scipy.stats.multivariate_normal(np.zeros(70), whole)
-    np.testing.assert_allclose(-result.losses[-1], law.logpdf(seen), rtol=1e-4)
+    d = scipy.stats.multivariate_normal(np.zeros(70), whole)
+    np.testing.assert_allclose(-result.losses[-1], d.logpdf(seen), rtol=1e-4)
 
 
 @pytest.mark.slow

@@ -49,7 +49,7 @@ REAL = EFFECT[GROUP] + 0.5 * RNG.normal(size=N)
 BINARY = RNG.binomial(1, 1 / (1 + np.exp(-2 * EFFECT[GROUP])))
 
 
-def varying(group, y=None, *, law, members=G):
+def varying(group, y=None, *, likelihood, members=G):
     """Intercepts that vary about a mean; the scale is integrated."""
     level = numpyro.sample("level", dist.Normal(0, 2))
     tau = numpyro.sample("tau", dist.HalfNormal(1))
@@ -57,17 +57,17 @@ def varying(group, y=None, *, law, members=G):
         a = numpyro.sample("a", dist.Normal(level, tau))
     eta = numpyro.deterministic("eta", a[group])
     with numpyro.plate("data", len(group)):
-        numpyro.sample("y", law(eta), obs=y)
+        numpyro.sample("y", likelihood(eta), obs=y)
 
 
 def noisy(group, y=None, members=G):
     """The same with normal noise, whose scale is integrated too."""
     sigma = numpyro.sample("sigma", dist.HalfNormal(1))
-    varying(group, y, law=lambda eta: dist.Normal(eta, sigma), members=members)
+    varying(group, y, likelihood=lambda eta: dist.Normal(eta, sigma), members=members)
 
 
-poisson = partial(varying, law=lambda eta: dist.Poisson(jnp.exp(eta)))
-bernoulli = partial(varying, law=lambda eta: dist.Bernoulli(logits=eta))
+poisson = partial(varying, likelihood=lambda eta: dist.Poisson(jnp.exp(eta)))
+bernoulli = partial(varying, likelihood=lambda eta: dist.Bernoulli(logits=eta))
 
 
 def exact(values):
@@ -204,7 +204,7 @@ def test_derivatives_in_the_data_are_refused():
 
 def with_a_param(group, y=None):
     sigma = numpyro.param("sigma", 1.0, constraint=dist.constraints.positive)
-    varying(group, y, law=lambda eta: dist.Normal(eta, sigma))
+    varying(group, y, likelihood=lambda eta: dist.Normal(eta, sigma))
 
 
 def test_params_have_no_prior():
@@ -296,8 +296,8 @@ def marginal(group, y=None):
     numpyro.sample("spare", dist.Normal(1, 2))
     effects = jnp.where(group[:, None] == group, tau**2, 0)
     covariance = 4 + effects + sigma**2 * jnp.eye(len(group))
-    law = dist.MultivariateNormal(jnp.zeros(len(group)), covariance)
-    numpyro.sample("y", law, obs=y)
+    likelihood = dist.MultivariateNormal(jnp.zeros(len(group)), covariance)
+    numpyro.sample("y", likelihood, obs=y)
 
 
 def test_models_of_hyperparameters_alone_against_a_grid():
@@ -347,8 +347,8 @@ def test_what_no_gaussian_takes_is_integrated_with_the_hyperparameters():
 def flat(group, y=None, *, width=None):
     """A level with a flat prior, or with one that is as good as flat."""
     real = dist.constraints.real
-    law = dist.ImproperUniform(real, (), ()) if width is None else dist.Normal(0, width)
-    level = numpyro.sample("level", law)
+    d = dist.ImproperUniform(real, (), ()) if width is None else dist.Normal(0, width)
+    level = numpyro.sample("level", d)
     with numpyro.plate("groups", G):
         effect = numpyro.sample("effect", dist.Normal(0, 1))
     with numpyro.plate("data", len(group)):
@@ -764,8 +764,8 @@ def varying_noise(x, y=None):
     w = numpyro.sample("w", dist.Normal(0, tau).expand([2]).to_event(1))
     v = numpyro.sample("v", dist.Normal(0, tau).expand([2]).to_event(1))
     with numpyro.plate("data", len(x)):
-        law = dist.Normal(w[0] + w[1] * x, jnp.exp(v[0] + v[1] * x))
-        numpyro.sample("y", law, obs=y)
+        likelihood = dist.Normal(w[0] + w[1] * x, jnp.exp(v[0] + v[1] * x))
+        numpyro.sample("y", likelihood, obs=y)
 
 
 def classes(x, y=None):
@@ -889,21 +889,21 @@ def test_the_width_of_draws_is_that_of_the_target(excess):
 
 
 @pytest.mark.parametrize("sides", [[1.0, 1.0], [0.5, 2.0]])
-def test_split_t_laws_draw_what_their_density_says(sides):
+def test_split_t_distributions_draw_what_their_density_says(sides):
     axes = np.array([[0.5, 0.1], [0.0, 0.8]])
-    law = StudentT(np.array([1.0, -1.0]), axes, np.array([sides, sides[::-1]]).T)
-    points = law.draws(20_000, np.random.default_rng(0))
+    d = StudentT(np.array([1.0, -1.0]), axes, np.array([sides, sides[::-1]]).T)
+    points = d.draws(20_000, np.random.default_rng(0))
     x, y = np.meshgrid(np.linspace(-24, 26, 500), np.linspace(-30, 28, 500))
     places = np.stack([x.ravel(), y.ravel()], -1)
-    density = np.exp(law.log_density(places))
+    density = np.exp(d.log_density(places))
     area = (x[0, 1] - x[0, 0]) * (y[1, 0] - y[0, 0])
     np.testing.assert_allclose(density.sum() * area, 1, atol=0.01)
     np.testing.assert_allclose(points.mean(0), density @ places * area, atol=0.03)
 
 
 def test_mixtures_weigh_their_parts_by_their_counts():
-    law = StudentT.symmetric(np.zeros(1), np.eye(1))
-    proposal = Proposal((law, law._replace(mode=np.ones(1))), (0.6, 0.3), 0.1)
+    d = StudentT.symmetric(np.zeros(1), np.eye(1))
+    proposal = Proposal((d, d._replace(mode=np.ones(1))), (0.6, 0.3), 0.1)
     prior, counts = proposal.counts(100)
     assert prior == 10
     assert prior + sum(counts) == 100
@@ -942,13 +942,13 @@ def test_rounds_make_weights_even(d):
             ratios = np.repeat(log[:, None], 2, 1)
             return Points(n[:, None, None], n, log, ratios, n, {}, n)
 
-    law, first = StudentT.symmetric(np.zeros(d), np.eye(d)), []
+    start, first = StudentT.symmetric(np.zeros(d), np.eye(d)), []
     for key in range(5):
         rng = np.random.default_rng(key)
         pool = Pool(Exact(), np.ones(2), np.zeros((0, d)), rng)
-        found = pool.draw(Proposal((law,), (1.0,), 0.0), 512)
+        found = pool.draw(Proposal((start,), (1.0,), 0.0), 512)
         first.append(found.certified)
-        found = extended(pool, found, law, 512, 64)
+        found = extended(pool, found, start, 512, 64)
         assert found.certified
         assert len(found.points) <= 8 * 512
         error = found.log_evidence_error
@@ -971,10 +971,10 @@ def test_rounds_end_where_they_are_of_no_use():
             ratios += stats.norm.logpdf(points)
             return Points(n[:, None, None], n, n, ratios, n, {}, n)
 
-    law = StudentT.symmetric(np.zeros(1), np.eye(1))
+    d = StudentT.symmetric(np.zeros(1), np.eye(1))
     pool = Pool(Uneven(), np.ones(2), np.zeros((0, 1)), np.random.default_rng(0))
-    first = pool.draw(Proposal((law,), (1.0,), 0.0), 128)
-    found = extended(pool, first, law, 128, 1)
+    first = pool.draw(Proposal((d,), (1.0,), 0.0), 128)
+    found = extended(pool, first, d, 128, 1)
     assert not found.certified
     assert 128 < len(found.points) < 4 * 128
 

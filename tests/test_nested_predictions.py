@@ -71,12 +71,12 @@ def test_normal_models_are_predicted_exactly(of_normal):
     # Observations: a mixture of normals over the grid.
     loc = means[:, NEW]
     scale = np.sqrt(np.diagonal(covers, axis1=1, axis2=2)[:, NEW] + sigma[:, None] ** 2)
-    law = posterior.predict_y(NEW, members=G + 1)
+    predicted = posterior.predict_y(NEW, members=G + 1)
     y = np.array([0.3, 1.4, -0.5])
     density = np.log(weights @ stats.norm(loc, scale).pdf(y))
     log_prob, variance, quantile = jax.jit(
-        lambda law: (law.log_prob(y), law.variance, law.icdf(jnp.array(0.9)))
-    )(law)
+        lambda d: (d.log_prob(y), d.variance, d.icdf(jnp.array(0.9)))
+    )(predicted)
     np.testing.assert_allclose(log_prob, density, atol=0.02)
     np.testing.assert_allclose(
         variance, f.variance.diagonal() + weights @ sigma**2, rtol=0.05, atol=0.02
@@ -127,12 +127,12 @@ def test_counts_against_weighted_draws(of_counts):
     found = posterior.log_prob(rows, y)
     # Given hyperparameters the Gaussian is not exact, but near.
     np.testing.assert_allclose(found, exact, atol=0.03)
-    law = posterior.predict_y(rows)
-    np.testing.assert_allclose(law.mean, weights @ rate, rtol=0.06)
-    draws = law.sample(jax.random.key(0), (4000,))
-    np.testing.assert_allclose(draws.mean(0), law.mean, rtol=0.1)
+    predicted = posterior.predict_y(rows)
+    np.testing.assert_allclose(predicted.mean, weights @ rate, rtol=0.06)
+    draws = predicted.sample(jax.random.key(0), (4000,))
+    np.testing.assert_allclose(draws.mean(0), predicted.mean, rtol=0.1)
     with pytest.raises(NotImplementedError, match="take quantiles of draws"):
-        law.icdf(0.5)
+        predicted.icdf(0.5)
 
 
 def test_new_groups_follow_the_prior_at_each_scale(of_counts):
@@ -153,13 +153,13 @@ def test_latents_and_hyperparameters_have_a_table(of_counts):
     for column, size in (("mean", 0.15), ("95%", 0.35)):
         off = (found[column] - draws.loc[found.index, column]).abs()
         assert (off < size * draws.loc[found.index, "sd"]).all()
-    law = posterior["a"]
-    np.testing.assert_allclose(law.mean, found["mean"][: G + 1][1:], atol=1e-5)
+    marginal = posterior["a"]
+    np.testing.assert_allclose(marginal.mean, found["mean"][: G + 1][1:], atol=1e-5)
     joint = posterior.sample(
         jax.random.key(0), np.arange(G), site="eta", sample_shape=(4000,)
     )
     np.testing.assert_allclose(
-        np.cov(np.asarray(joint).T), law.covariance_matrix, atol=0.03
+        np.cov(np.asarray(joint).T), marginal.covariance_matrix, atol=0.03
     )
 
 
@@ -279,8 +279,8 @@ def test_a_process_at_new_inputs_against_its_draws():
     run, posterior, _ = probabilities(40)
     predictive = jax.jit(Predictive(process, run.get_samples()))
     expected = predictive(jax.random.key(2), INPUTS, Z=Z)["y"].mean(0)
-    law = posterior.predict_y(INPUTS)
-    np.testing.assert_allclose(law.probs, expected, atol=0.06)
+    predicted = posterior.predict_y(INPUTS)
+    np.testing.assert_allclose(predicted.probs, expected, atol=0.06)
     # Inducing values are whitened, and no table shows them.
     assert list(run.summary().index) == ["length", "scale"]
     assert set(run.get_samples()) > {"f.v", "f"}

@@ -45,8 +45,8 @@ def matrices(X, group, y=None):
     factor = np.array([[1, 0, 0], [0.5, 1, 0], [0, 0.2, 1]], "float32")
     with numpyro.plate("data", len(X)):
         y = None if y is None else jnp.broadcast_to(y[:, None, None], mean.shape)
-        law = dist.MatrixNormal(mean, factor, 0.5 * np.eye(2, dtype="float32"))
-        numpyro.sample("y", law, obs=y)
+        likelihood = dist.MatrixNormal(mean, factor, 0.5 * np.eye(2, dtype="float32"))
+        numpyro.sample("y", likelihood, obs=y)
 
 
 def skewed(X, group, y=None):
@@ -86,9 +86,9 @@ def test_all_numbers_of_rows_from_two_programs_of_each_kind() -> None:
     before = compilations("_answer"), compilations("checks")
     for num in range(5, 41):
         rows = X[:num], GROUP[:num]
-        law = posterior.predict_y(*rows)
-        assert law.batch_shape == (num,)
-        close(law.probs, probs[:num])
+        predicted = posterior.predict_y(*rows)
+        assert predicted.batch_shape == (num,)
+        close(predicted.probs, probs[:num])
         if num not in (5, 6, 17, 40):
             continue
         close(posterior.predict_f(*rows).variance, f.variance[:num])
@@ -126,12 +126,12 @@ def test_tables_of_a_process() -> None:
 
 def test_distributions_over_matrices() -> None:
     posterior, other = joint_fit(matrices)
-    law, before = other.predict_y(X[:9], GROUP[:9]), compilations("_answer")
+    d, before = other.predict_y(X[:9], GROUP[:9]), compilations("_answer")
     for num in (5, 6, 9):
         found = posterior.predict_y(X[:num], GROUP[:num])
         assert found.shape() == (num, 3, 2)
-        close(found.mean, law.mean[:num])
-        close(found.covariance_matrix, law.covariance_matrix[:num])
+        close(found.mean, d.mean[:num])
+        close(found.covariance_matrix, d.covariance_matrix[:num])
     assert compilations("_answer") - before == 2
 
 
@@ -140,12 +140,12 @@ def test_mixtures_over_hyperparameters() -> None:
     nested = gpaug.NestedVI(skewed, num_points=64, progress_bar=False)
     nested.run(KEY, X[:20], GROUP[:20], Y[:20])
     posterior, before = nested.posterior(), compilations("_answer")
-    laws = {n: posterior.predict_y(X[:n], GROUP[:n]) for n in (9, 5, 6)}
+    distributions = {n: posterior.predict_y(X[:n], GROUP[:n]) for n in (9, 5, 6)}
     value = np.linspace(0.1, 2, 9, dtype="float32")
-    for num, law in laws.items():
-        assert law.shape() == law.sample(KEY).shape == (num,)
-        close(law.mean, laws[9].mean[:num])
-        close(law.log_prob(value[:num]), laws[9].log_prob(value)[:num])
+    for num, d in distributions.items():
+        assert d.shape() == d.sample(KEY).shape == (num,)
+        close(d.mean, distributions[9].mean[:num])
+        close(d.log_prob(value[:num]), distributions[9].log_prob(value)[:num])
     assert compilations("_answer") - before == 2
 
 

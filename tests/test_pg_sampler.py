@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws of the Polya-Gamma distribution against an oracle of their law.
+"""Draws of the Polya-Gamma distribution against an oracle.
 
 Keys are fixed.  All Kolmogorov-Smirnov and Laplace-transform statistics of this file
 together reject a perfect sampler with probability 1%.
@@ -18,7 +18,7 @@ from numpyro_gpaug.distributions import PolyaGamma
 from numpyro_gpaug.distributions._pg_rho import log_gap, tangent
 from numpyro_gpaug.distributions._pg_sampler import _propose
 from tests.conftest import slow, slow_in_double
-from tests.pg_oracle import Law, laplace, moments, series_cdf, tails
+from tests.pg_oracle import Reference, laplace, moments, series_cdf, tails
 
 SHAPES = (0.05, 0.3, 1.0, 1.5, 4.0, 10.0, 30.0, 1000.0)
 TILTS = (0.0, 0.5, 4.0, 50.0, 1000.0)
@@ -34,14 +34,14 @@ BIAS = {FEWER: 1.025, FEW: 1.01, MANY: 1.01}
 
 
 @cache
-def law(b: float, c: float) -> Law:
-    return Law(b, c)
+def reference(b: float, c: float) -> Reference:
+    return Reference(b, c)
 
 
 def kolmogorov(x: np.ndarray, b: float, c: float) -> float:
     """The distance to the oracle as a multiple of its critical value; ``x`` sorted."""
     n = len(x)
-    value = law(b, c).cdf(x)
+    value = reference(b, c).cdf(x)
     rank = np.arange(1, n + 1) / n
     distance = max(np.max(rank - value), np.max(value - rank) + 1 / n)
     return np.sqrt(n) * distance / np.sqrt(-0.5 * np.log(LEVEL / 2))
@@ -50,7 +50,7 @@ def kolmogorov(x: np.ndarray, b: float, c: float) -> float:
 def transform(x: np.ndarray, b: float, c: float) -> float:
     """The largest standardised deviation of the Laplace transform, likewise."""
     scores = []
-    for point in POINTS / law(b, c).quantile(np.array(0.5)):
+    for point in POINTS / reference(b, c).quantile(np.array(0.5)):
         first, second = laplace(point, b, c), laplace(2 * point, b, c)
         deviation = np.exp(-point * x).mean() - first
         scores.append(abs(deviation) / np.sqrt((second - first**2) / len(x)))
@@ -97,7 +97,7 @@ def draws_in_common(dtype: str, num: int) -> np.ndarray:
     ],
     indirect=["dtype"],
 )  # fmt: skip
-def test_draws_follow_the_law(dtype, draws, num):
+def test_draws_follow_the_distribution(dtype, draws, num):
     x = draws(dtype, num)
     score = [excess(x[:, i], *cell) for i, cell in enumerate(GRID)]
     assert max(score) < 1, sorted(zip(score, GRID, strict=True))[-3:]
@@ -113,13 +113,13 @@ def test_draws_follow_the_law(dtype, draws, num):
     ("b", "c"), [(0.05, 0.0), (0.3, 4.0), (1.0, 0.5), (2.5, 20.0), (10.0, 2.0)]
 )
 def test_oracle_against_series(b, c):
-    x = law(b, c).quantile(np.array([1e-6, 1e-3, 0.2, 0.5, 0.8, 0.999, 1 - 1e-6]))
+    x = reference(b, c).quantile(np.array([1e-6, 1e-3, 0.2, 0.5, 0.8, 0.999, 1 - 1e-6]))
     below, above = tails(x, b, c)
     for i, value in enumerate(x):
         exact = [float(tail) for tail in series_cdf(value, b, c)]
         side = int(exact[1] < exact[0])
         np.testing.assert_allclose((below, above)[side][i], exact[side], rtol=1e-9)
-        np.testing.assert_allclose(law(b, c).cdf(value), exact[0], atol=1e-6)
+        np.testing.assert_allclose(reference(b, c).cdf(value), exact[0], atol=1e-6)
 
 
 def log_rho(x: float, h: float) -> mpmath.mpf:

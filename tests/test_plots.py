@@ -223,9 +223,9 @@ def test_predictive_of_real_observations(series):
     real = of_function(wave, X, y, Z, "real")
     ax = plots.plot_predictive(real, X, data=(X, y))
     assert legend(ax) == ["data", "90% interval", "mean"]
-    law = real.predict_y(np.sort(X, 0))
+    predicted = real.predict_y(np.sort(X, 0))
     edge = ax.collections[0].get_paths()[0].vertices[:, 1]
-    assert edge.max() == pytest.approx(float(law.icdf(0.95).max()), rel=1e-5)
+    assert edge.max() == pytest.approx(float(predicted.icdf(0.95).max()), rel=1e-5)
 
 
 def test_predictive_of_labels(series):

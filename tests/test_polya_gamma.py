@@ -66,8 +66,8 @@ def log_prob(x, b, c):
 
 
 @jax.jit
-def moments(law):
-    return law.mean, law.variance
+def moments(d):
+    return d.mean, d.variance
 
 
 def test_golden_log_density(dtype):
@@ -93,8 +93,8 @@ def test_log_density_with_concrete_shape(dtype):
 
     @jax.jit
     def with_known(x):
-        laws = [PolyaGamma(float(b), 0.5) for b in shapes]
-        return [law.log_prob(row) for law, row in zip(laws, x, strict=True)]
+        distributions = [PolyaGamma(float(b), 0.5) for b in shapes]
+        return [d.log_prob(row) for d, row in zip(distributions, x, strict=True)]
 
     traced = log_prob(x, shapes[:, None], np.asarray(0.5, dtype))
     for known, row in zip(with_known(x), traced, strict=True):
@@ -268,28 +268,28 @@ def test_gradients_are_finite_everywhere():
 def test_sampler_is_deterministic_and_follows_shapes(dtype):
     b = np.asarray([[1.0], [2.0]], dtype)
     c = np.asarray([0.0, -1.0, 1000.0], dtype)
-    law = PolyaGamma(b, c)
-    assert law.batch_shape == (2, 3)
+    d = PolyaGamma(b, c)
+    assert d.batch_shape == (2, 3)
     draws, again, others = (
-        np.asarray(law.sample(random.key(seed), (4,))) for seed in (0, 0, 1)
+        np.asarray(d.sample(random.key(seed), (4,))) for seed in (0, 0, 1)
     )
     assert draws.shape == (4, 2, 3)
     assert draws.dtype == dtype
     np.testing.assert_array_equal(draws, again)
     assert np.all(draws != others)
-    assert jax.eval_shape(law.log_prob, draws).shape == (4, 2, 3)
+    assert jax.eval_shape(d.log_prob, draws).shape == (4, 2, 3)
     assert np.isfinite(log_prob(draws, b, c)).all()
     # At c = 1e3 draws are never rejected, and concentrate at b / (2c).
     np.testing.assert_allclose(draws[..., 2] * 1000, [[0.5, 1.0]] * 4, rtol=0.2)
 
 
 def test_zero_shape_is_a_point_mass():
-    law = PolyaGamma(
+    d = PolyaGamma(
         np.array([0.0, 1.0, 0.0], np.float32),
         np.array([0.0, 1.0, 5.0], np.float32),
         validate_args=False,
     )
-    draws = np.asarray(law.sample(random.key(0), (50,)))
+    draws = np.asarray(d.sample(random.key(0), (50,)))
     assert np.all(draws[:, [0, 2]] == 0)
     assert np.all(draws[:, 1] > 0)
-    np.testing.assert_array_equal(moments(law)[0][::2], 0.0)
+    np.testing.assert_array_equal(moments(d)[0][::2], 0.0)

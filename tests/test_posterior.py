@@ -272,10 +272,10 @@ def test_predictions_average_over_draws_of_another_guide(tmp_path) -> None:
     assert (abs(at(np.exp(0.1))[0] - mean) > 0.05).any()
 
     y = np.zeros(6)
-    law = posterior.predict_y(new)
+    predicted = posterior.predict_y(new)
     scales = np.sqrt(variances + 0.25)
     density = np.log(stats.norm(means, scales).pdf(y).mean(0))
-    log_prob = jax.jit(lambda law: law.log_prob(y))(law)
+    log_prob = jax.jit(lambda d: d.log_prob(y))(predicted)
     np.testing.assert_allclose(log_prob, density, atol=1e-7)
     row = posterior.summary().loc["length"]
     np.testing.assert_allclose(row["mean"], np.mean(draws), rtol=1e-6)

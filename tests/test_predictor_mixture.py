@@ -13,7 +13,7 @@ import pytest
 from numpyro_gpaug.distributions.predictor_mixture import PredictorMixture
 from tests.conftest import slow
 
-LAWS: dict[str, Callable[[Any], dist.Distribution]] = {
+DISTRIBUTIONS: dict[str, Callable[[Any], dist.Distribution]] = {
     # A mixture by a gamma distribution.
     "negative binomial": lambda m: dist.NegativeBinomial2(jnp.exp(m), 3.0),
     "beta-binomial": lambda m: dist.BetaBinomial(jnp.exp(m), 2.0, 5),
@@ -30,12 +30,12 @@ SLOW = {"beta-binomial", "ordinal", "zero-inflated"}
 
 @pytest.mark.parametrize(
     "name",
-    [slow(n) if n in SLOW else n for n in LAWS],
+    [slow(n) if n in SLOW else n for n in DISTRIBUTIONS],
 )
 def test_draws_follow_the_probabilities(name: str) -> None:
     nodes = 6
     at = 0.7 * jax.random.normal(jax.random.key(0), (nodes, 4))
-    leaves, treedef = jax.tree.flatten(jax.vmap(LAWS[name])(at))
+    leaves, treedef = jax.tree.flatten(jax.vmap(DISTRIBUTIONS[name])(at))
     weights = jax.nn.softmax(jnp.arange(nodes) / 3)
     varies = (True,) * len(leaves)
     mixture = PredictorMixture(tuple(leaves), weights, treedef, varies, (4,), ())
@@ -72,7 +72,7 @@ class Silent(dist.Distribution):
 
 
 @pytest.mark.parametrize("name", ["mean", "variance"])
-def test_moments_that_a_law_does_not_know(name: str) -> None:
+def test_moments_that_a_distribution_does_not_know(name: str) -> None:
     treedef = jax.tree.structure(Silent(jnp.zeros(2)))
     leaves = (jnp.zeros((3, 2)),)
     mixture = PredictorMixture(leaves, jnp.ones(3) / 3, treedef, (True,), (2,), ())

@@ -84,8 +84,8 @@ def test_the_conditional_exposes_projection_and_residual():
             gpaug.GaussianProcess("f", KERNEL, inducing=Z, jitter=0.0)(X)
         assert trace["f"]["type"] == "deterministic"
         assert trace["f.v"]["type"] == "sample"
-        law = trace["f"]["fn"]
-        return law.projection, law.residual, law.prior_variance, law.gp.factor
+        d = trace["f"]["fn"]
+        return d.projection, d.residual, d.prior_variance, d.gp.factor
 
     projection, residual, prior_variance, whitener = exposed(X, Z)
     factor = np.linalg.cholesky(squared_exponential(Z, Z))

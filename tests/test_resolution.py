@@ -20,24 +20,24 @@ from numpyro_gpaug.guides import latent_gaussian
 from numpyro_gpaug.infer.vi.resolution import LOST, displaced, inflation, warn_of_lost
 from tests.conftest import assert_close, slow, slow_in_double
 
-LAWS = {
+LIKELIHOODS = {
     "normal": lambda f: dist.Normal(f, 0.5),
     "bernoulli": lambda f: dist.Bernoulli(logits=f),
     "poisson": lambda f: dist.Poisson(jnp.exp(f)),
 }
 
 
-def linear(x, y=None, *, width, law):
+def linear(x, y=None, *, width, likelihood):
     b = numpyro.sample("b", dist.Normal(0, width))
     w = numpyro.sample("w", dist.Normal(0, width).expand([2]).to_event(1))
     with numpyro.plate("data", len(x)):
-        numpyro.sample("y", LAWS[law](b + x @ w), obs=y)
+        numpyro.sample("y", LIKELIHOODS[likelihood](b + x @ w), obs=y)
 
 
-def data(kind, law):
+def data(kind, likelihood):
     z = np.random.default_rng(0).normal(size=30).astype("float32")
     x = {"plain": [z, z**2], "twice": [z, z], "levels": [z > 0, z <= 0]}[kind]
-    y = {"normal": z, "bernoulli": z + z**2 > 0.3}.get(law, z > 0)
+    y = {"normal": z, "bernoulli": z + z**2 > 0.3}.get(likelihood, z > 0)
     return np.stack(x, 1).astype("float32"), y.astype(z.dtype if y is z else int)
 
 
@@ -45,13 +45,13 @@ def fitter():
     return gpaug.ConjugateSVI(linear, gpaug.AutoLatentGaussian(linear))
 
 
-def run(svi, kind, law, width, **options):
+def run(svi, kind, likelihood, width, **options):
     options |= {
         "width": np.asarray(width, "float32"),
-        "law": law,
+        "likelihood": likelihood,
         "progress_bar": False,
     }
-    return svi.run(jax.random.key(0), 50, *data(kind, law), tol=1e-4, **options)
+    return svi.run(jax.random.key(0), 50, *data(kind, likelihood), tol=1e-4, **options)
 
 
 # Losses of fits in float64.
@@ -64,12 +64,14 @@ LOSSES = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "law", "width"),
+    ("kind", "likelihood", "width"),
     [slow(*case) if "poisson" in case else case for case in LOSSES],
 )
-def test_wide_priors_are_those_of_float64(kind, law, width):
-    result = run(fitter(), kind, law, width)
-    np.testing.assert_allclose(result.losses[-1], LOSSES[kind, law, width], rtol=1e-4)
+def test_wide_priors_are_those_of_float64(kind, likelihood, width):
+    result = run(fitter(), kind, likelihood, width)
+    np.testing.assert_allclose(
+        result.losses[-1], LOSSES[kind, likelihood, width], rtol=1e-4
+    )
     assert float(result.state.lost) < 1e-3
     assert "converged" in repr(result)
 
@@ -93,7 +95,7 @@ def test_sites_under_wide_priors_are_those_of_exact_algebra(tmp_path):
         np.testing.assert_allclose(w.mean.sum(), mean[1:].sum(), rtol=1e-3)
         np.testing.assert_allclose(w.variance, np.diag(covariance)[1:], rtol=1e-3)
     # The guide draws from the same Gaussian.
-    given = {"width": np.asarray(width, "float32"), "law": "normal"}
+    given = {"width": np.asarray(width, "float32"), "likelihood": "normal"}
     draws = jax.jit(
         lambda params: svi.guide.sample_posterior(
             jax.random.key(1), params, x, y, sample_shape=(200,), **given
@@ -108,15 +110,15 @@ def test_sites_under_wide_priors_are_those_of_exact_algebra(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "law", "width"),
+    ("kind", "likelihood", "width"),
     [("twice", "normal", 1e3), ("levels", "bernoulli", 1e4), ("twice", "poisson", 1e3)],
 )
-def test_what_rounding_loses_is_told(kind, law, width, monkeypatch):
+def test_what_rounding_loses_is_told(kind, likelihood, width, monkeypatch):
     monkeypatch.setattr(latent_gaussian, "MOST_TURNED", 0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            said = repr(run(fitter(), kind, law, width))
+            said = repr(run(fitter(), kind, likelihood, width))
             assert "limited by rounding" in said
         except CholeskyError as error:
             said = str(error)

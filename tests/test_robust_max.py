@@ -37,9 +37,10 @@ def test_golden_numbers(x64, num_classes) -> None:
     @jax.jit
     def ours(m, v):
         d, f, spread = gpaug.RobustMax(m, GOLDEN["eps"]), {"f": m}, {"f": v}
-        law = predictive(d, f, spread)
+        predicted = predictive(d, f, spread)
         expected = expected_log_prob(d, y, f, spread)
-        return argmax_probability(m, v, y), expected, law.probs, law.log_prob(y)
+        found = predicted.probs, predicted.log_prob(y)
+        return argmax_probability(m, v, y), expected, *found
 
     chosen, expected, probs, log_prob = ours(m, v)
     np.testing.assert_allclose(chosen, p, rtol=0, atol=1e-9)

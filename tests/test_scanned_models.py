@@ -39,8 +39,8 @@ def autoregressive(t, y=None):
     matrices = {"transition_matrix": [[PHI]], "scale_tril": [[SCALE]]}
     first = numpyro.sample("first", dist.Normal(0, 1))
     matrices = {k: jnp.array(x) for k, x in matrices.items()}
-    law = dist.GaussianStateSpace(STEPS, initial_value=first[None], **matrices)
-    x = numpyro.sample("x", law)[:, 0]
+    d = dist.GaussianStateSpace(STEPS, initial_value=first[None], **matrices)
+    x = numpyro.sample("x", d)[:, 0]
     with numpyro.plate("data", STEPS):
         numpyro.sample("y", dist.Normal(x, NOISE), obs=y)
 
@@ -49,8 +49,8 @@ def trend(t, y=None):
     """A level and its slope, which walk."""
     transition = jnp.array([[1.0, 1.0], [0.0, 1.0]])
     factor = jnp.array([[0.3, 0.0], [0.1, 0.2]])
-    law = dist.GaussianStateSpace(STEPS, transition, scale_tril=factor)
-    x = numpyro.sample("x", law)[:, 0]
+    d = dist.GaussianStateSpace(STEPS, transition, scale_tril=factor)
+    x = numpyro.sample("x", d)[:, 0]
     with numpyro.plate("data", STEPS):
         numpyro.sample("y", dist.Normal(x, NOISE), obs=y)
 

@@ -239,10 +239,10 @@ def test_constrained_nodes_are_the_limit_of_a_penalty(dtype):
         prior = structure.prior(entries.dtype, (entries, jnp.asarray(log_det)))
         natural = prior.natural
         natural = natural._replace(entries=natural.entries + added, potential=lean)
-        q, law = natural.moments(), StructuredGaussian(natural)
-        draws = law.sample(KEY, (4,))
+        q, d = natural.moments(), StructuredGaussian(natural)
+        draws = d.sample(KEY, (4,))
         own = q.mean[0], q.variances[0], q.log_det[0], q.unwhiten(jnp.eye(q.rank))
-        return *own, prior.divergence(q), draws, law.log_prob(draws)
+        return *own, prior.divergence(q), draws, d.log_prob(draws)
 
     found = map(np.asarray, everything(entries))
     mean, variances, own_log_det, root, divergence, draws, density = found

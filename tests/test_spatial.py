@@ -170,19 +170,19 @@ def test_the_field_is_matern():
 def test_densities_of_weights(double):
     mesh = Mesh.around(SQUARE, 0.4, 0.5)
     with enable_x64(double):
-        law = MaternWeights(mesh, 0.6)
-        prior = law._sparse_precision()
+        d = MaternWeights(mesh, 0.6)
+        prior = d._sparse_precision()
         precision = lower_to_whole(prior.pattern, prior.values).toarray()
-        x = law.sample(jax.random.key(0), (100,))
+        x = d.sample(jax.random.key(0), (100,))
         quadratic = np.einsum("ki,ij,kj->k", x, precision, x)
         log_det = np.linalg.slogdet(precision)[1]
         expected = 0.5 * (log_det - quadratic - mesh.size * np.log(2 * np.pi))
         tolerance = 1e-9 if double else 2e-5
-        np.testing.assert_allclose(law.log_prob(x), expected, tolerance)
+        np.testing.assert_allclose(d.log_prob(x), expected, tolerance)
         np.testing.assert_allclose(prior.log_det(), log_det, tolerance)
         if double:
             variances = np.linalg.inv(precision).diagonal()
-            np.testing.assert_allclose(law.variance, variances, tolerance)
+            np.testing.assert_allclose(d.variance, variances, tolerance)
         # The quadratic form of draws is chi squared.
         assert abs(quadratic.mean() - mesh.size) < 5 * np.sqrt(2 * mesh.size / 100)
 

@@ -23,20 +23,20 @@ from tests.conftest import enable_x64
 
 KEY = jax.random.key(0)
 PRIOR = stats.lognorm(1.0)
-LAWS = {
+LIKELIHOODS = {
     "normal": lambda f: dist.Normal(f, 0.3),
     "bernoulli": lambda f: dist.Bernoulli(logits=f),
     "poisson": lambda f: gpaug.LogisticPoisson(f, 9.0),
 }
 
 
-def model(X, y=None, *, Z, law="normal"):
+def model(X, y=None, *, Z, likelihood="normal"):
     scale = numpyro.sample("scale", dist.LogNormal(0.0, 1.0))
     variance = numpyro.param("variance", 2.0, constraint=dist.constraints.positive)
     kernel = gpaug.kernels.Matern52(scale, variance)
     gp = gpaug.GaussianProcess("f", kernel, Z, mean=slope)
     with numpyro.plate("data", len(X)):
-        numpyro.sample("y", LAWS[law](gp(X)), obs=y)
+        numpyro.sample("y", LIKELIHOODS[likelihood](gp(X)), obs=y)
 
 
 def slope(X):
@@ -44,7 +44,7 @@ def slope(X):
     return numpyro.param("slope", 0.0) * X[:, 0]
 
 
-def data(law, rows=400, frequency=1.0, inducing=8):
+def data(likelihood, rows=400, frequency=1.0, inducing=8):
     rng = np.random.default_rng(0)
     X, Z = rng.uniform(-3, 3, size=(rows, 1)).astype("f"), np.linspace(-3, 3, inducing)
     X[:4, 0] = Z[:8:2]
@@ -53,29 +53,31 @@ def data(law, rows=400, frequency=1.0, inducing=8):
         "normal": f + 0.3 * rng.normal(size=rows),
         "bernoulli": (rng.uniform(size=rows) < 1 / (1 + np.exp(-2 * f))).astype(int),
         "poisson": rng.poisson(9 / (1 + np.exp(-f))),
-    }[law]
+    }[likelihood]
     return X, y, Z.astype("f")[:, None]
 
 
 @cache
-def svi_of(law, num=8):
+def svi_of(likelihood, num=8):
     """Return one svi for all fits with equal shapes and numbers of inducing inputs:
     they share a program.
     """
     return gpaug.ConjugateSVI(
-        partial(model, law=law), gpaug.AutoSparseGP(partial(model, law=law)), None
+        partial(model, likelihood=likelihood),
+        gpaug.AutoSparseGP(partial(model, likelihood=likelihood)),
+        None,
     )
 
 
-def run(X, y, Z, law="normal", **values):
+def run(X, y, Z, likelihood="normal", **values):
     values = {"scale": 1.0, "variance": 2.0, "slope": 0.0, **values}
     values["scale_auto_loc"] = values.pop("scale")
     how = {"Z": Z, "init_params": jax.tree.map(jnp.float32, values)}
-    return svi_of(law, len(Z)).run(KEY, 50, X, y, progress_bar=False, **how)
+    return svi_of(likelihood, len(Z)).run(KEY, 50, X, y, progress_bar=False, **how)
 
 
-def fitted(X, y, Z, law="normal", **values):
-    return svi_of(law, len(Z)).posterior(run(X, y, Z, law, **values))
+def fitted(X, y, Z, likelihood="normal", **values):
+    return svi_of(likelihood, len(Z)).posterior(run(X, y, Z, likelihood, **values))
 
 
 def streamed(first, X, y, size, forgetting=1.0, optim=None):
@@ -113,19 +115,19 @@ def test_a_normal_stream_is_the_posterior_of_all_data(first, tmp_path):
 
 
 @pytest.mark.slow  # quick for normal data, where it is exact
-@pytest.mark.parametrize("law", ["bernoulli", "poisson"])
-def test_other_likelihoods_lose_little(law):
+@pytest.mark.parametrize("likelihood", ["bernoulli", "poisson"])
+def test_other_likelihoods_lose_little(likelihood):
     """Data move to the right, and inducing inputs move with them."""
-    X, y, Z = data(law)
+    X, y, Z = data(likelihood)
     order = np.argsort(X[:, 0])
     X, y = X[order], y[order]
     left = np.linspace(-3, 0, 8, dtype="f")[:, None]
-    begun, whole = fitted(X[:40], y[:40], left, law), fitted(X, y, Z, law)
+    begun, whole = fitted(X[:40], y[:40], left, likelihood), fitted(X, y, Z, likelihood)
     stream = gpaug.Stream(begun)
     stream.update(X[40:80], y[40:80], Z=Z)
     for start in range(80, len(X), 40):
         stream.update(X[start : start + 40], y[start : start + 40])
-    new, y_new, _ = data(law, 300)
+    new, y_new, _ = data(likelihood, 300)
     losses = [
         -p.predict_y(new).log_prob(y_new).mean() for p in (stream.posterior, whole)
     ]
@@ -181,13 +183,13 @@ def test_hyperparameters_that_are_tracked():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("law", LAWS)
-def test_a_lengthscale_that_was_wrong_is_found(law):
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+def test_a_lengthscale_that_was_wrong_is_found(likelihood):
     """Eight times too long, of a first batch."""
-    X, y, Z = data(law, 600, 3.0, 20)
-    X_new, y_new, _ = data(law, 2000, 3.0, 20)
-    begun = fitted(X[:60], y[:60], Z, law, scale=5.0)
-    learning = partial(model, law=law)
+    X, y, Z = data(likelihood, 600, 3.0, 20)
+    X_new, y_new, _ = data(likelihood, 2000, 3.0, 20)
+    begun = fitted(X[:60], y[:60], Z, likelihood, scale=5.0)
+    learning = partial(model, likelihood=likelihood)
     svi = gpaug.ConjugateSVI(learning, gpaug.AutoSparseGP(learning))
     whole = svi.posterior(svi.run(KEY, 80, X, y, Z=Z, progress_bar=False))
     searched, followed, resting = (
@@ -254,9 +256,12 @@ def wandering(batches):
 def test_inputs_that_go_elsewhere_take_inducing_inputs_along():
     batches = 6
     X, y, Z = wandering(batches)
-    law, old, new = "bernoulli", slice(None, None, 2), slice(1, None, 2)
+    likelihood, old, new = "bernoulli", slice(None, None, 2), slice(1, None, 2)
     X, y, X_new, y_new = X[old], y[old], X[new], y[new]
-    begun, whole = fitted(X[:60], y[:60], Z[:5], law), fitted(X, y, Z, law)
+    begun, whole = (
+        fitted(x, labels, z, likelihood)
+        for x, labels, z in ((X[:60], y[:60], Z[:5]), (X, y, Z))
+    )
     resting, moving = gpaug.Stream(begun), gpaug.Stream(begun)
     batches = [slice(60 * k, 60 * k + 60) for k in range(1, batches)]
     for k, rows in enumerate(batches):
@@ -331,8 +336,8 @@ def test_several_latents_and_weights():
         kernel = gpaug.kernels.Matern52(1.0)
         gp = gpaug.GaussianProcess("f", kernel, Z, num_latents=2)
         with numpyro.plate("data", len(X)):
-            law = dist.Normal(gp(X) + (X @ w)[:, None], 0.3).to_event(1)
-            numpyro.sample("y", law, obs=y)
+            likelihood = dist.Normal(gp(X) + (X @ w)[:, None], 0.3).to_event(1)
+            numpyro.sample("y", likelihood, obs=y)
 
     X, y, Z = data("normal", 60)
     Y = np.stack([y, -y], 1)

@@ -257,16 +257,16 @@ def test_weight_vectors_of_a_posterior_are_compared(x64):
     X = rng.normal(size=(9, 2))
     y = X @ [1.0, -1.0] + 0.5 * rng.normal(size=9)
     cover = np.linalg.inv(np.eye(2) + 4 * X.T @ X)
-    law = stats.multivariate_normal(cover @ (4 * X.T @ y), cover, seed=1)
+    normal = stats.multivariate_normal(cover @ (4 * X.T @ y), cover, seed=1)
     precision = np.linalg.inv(cover)
     q = {"w_auto_potential": 4 * X.T @ y, "w_auto_precision": precision}
     params = {k: jnp.asarray(x) for k, x in q.items()}
     guide = gpaug.AutoSparseGP(linear)
     posterior = gpaug.Posterior.from_guide(linear, guide, params, X, y)
     ours = posterior.weights["w"]
-    np.testing.assert_allclose(ours.mean, law.mean, rtol=1e-8)
+    np.testing.assert_allclose(ours.mean, normal.mean, rtol=1e-8)
     np.testing.assert_allclose(ours.covariance_matrix, cover, rtol=1e-8)
-    draws = {"w": law.rvs(4000)}
+    draws = {"w": normal.rvs(4000)}
     found = gpaug.diagnostics.vi_against_mcmc(linear, posterior, draws, X, y)
     found = found["posterior"]["w"]
     assert found.sizes == {"statistic": 3, "w_dim_0": 2}

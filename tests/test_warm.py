@@ -45,8 +45,8 @@ def svi():
 
 
 def moments(posterior):
-    laws = [posterior[k] for k in ("level", "effect")]
-    return [np.asarray(x) for law in laws for x in (law.mean, law.variance)]
+    distributions = [posterior[k] for k in ("level", "effect")]
+    return [np.asarray(x) for d in distributions for x in (d.mean, d.variance)]
 
 
 def run(svi, y, group, **how):
@@ -115,18 +115,20 @@ def test_every_fit_is_checked(svi) -> None:
 
 def test_a_latent_has_its_covariance_when_asked(svi) -> None:
     _, posterior = run(svi, Y, GROUP)
-    law = posterior["effect"]
-    assert {"scale_tril", "_covariance"}.isdisjoint(vars(law))
-    whole = law.covariance_matrix
-    np.testing.assert_allclose(jnp.diagonal(whole), law.variance, rtol=1e-5)
-    plain = dist.MultivariateNormal(law.mean, whole)
-    point, key = law.mean + 0.3, jax.random.key(1)
-    np.testing.assert_allclose(law.log_prob(point), plain.log_prob(point), rtol=1e-4)
-    kept = pickle.loads(pickle.dumps(law))
-    np.testing.assert_array_equal(kept.scale_tril, law.scale_tril)
+    marginal = posterior["effect"]
+    assert {"scale_tril", "_covariance"}.isdisjoint(vars(marginal))
+    whole = marginal.covariance_matrix
+    np.testing.assert_allclose(jnp.diagonal(whole), marginal.variance, rtol=1e-5)
+    plain = dist.MultivariateNormal(marginal.mean, whole)
+    point, key = marginal.mean + 0.3, jax.random.key(1)
+    np.testing.assert_allclose(
+        marginal.log_prob(point), plain.log_prob(point), rtol=1e-4
+    )
+    kept = pickle.loads(pickle.dumps(marginal))
+    np.testing.assert_array_equal(kept.scale_tril, marginal.scale_tril)
     leaves, tree = jax.tree.flatten(posterior["effect"])
     same = jax.tree.unflatten(tree, leaves)
-    drawn = [jax.jit(lambda d: d.sample(key, (3,)))(d) for d in (law, same, plain)]
+    drawn = [jax.jit(lambda d: d.sample(key, (3,)))(d) for d in (marginal, same, plain)]
     np.testing.assert_allclose(drawn[0], drawn[1])
     np.testing.assert_allclose(drawn[0], drawn[2], atol=1e-4)
 

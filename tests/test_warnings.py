@@ -38,16 +38,16 @@ def fitted(model, *args) -> gpaug.Posterior:
 # -- parameters without a link ---------------------------------------------------------
 
 
-def process(inputs, y=None, *, law, mean=0.0, variance=1.0):
+def process(inputs, y=None, *, likelihood, mean=0.0, variance=1.0):
     kernel = gpaug.kernels.SquaredExponential(1.0, variance)
     gp = gpaug.GaussianProcess("f", kernel, X[:5], mean=mean)
     with numpyro.plate("data", len(inputs)):
-        numpyro.sample("y", law(gp(inputs)), obs=y)
+        numpyro.sample("y", likelihood(gp(inputs)), obs=y)
 
 
 @pytest.mark.parametrize("guide", [gpaug.AutoSparseGP, gpaug.AutoLatentGaussian])
 @pytest.mark.parametrize(
-    ("law", "y", "message"),
+    ("likelihood", "y", "message"),
     [
         (lambda f: dist.Bernoulli(probs=f), LABELS, "'probs'.*logits=f"),
         (lambda f: dist.Binomial(5, probs=f), LABELS, "'probs'.*logits=f"),
@@ -56,8 +56,8 @@ def process(inputs, y=None, *, law, mean=0.0, variance=1.0):
         (lambda f: dist.Gamma(2.0, f), POSITIVE, "'rate' of Gamma.*Write a link"),
     ],
 )
-def test_a_parameter_without_a_link(guide, law, y, message) -> None:
-    model = partial(process, law=law)
+def test_a_parameter_without_a_link(guide, likelihood, y, message) -> None:
+    model = partial(process, likelihood=likelihood)
     svi = gpaug.ConjugateSVI(model, guide(model))
     with pytest.raises(gpaug.NotConjugateError, match=message) as raised:
         svi.init(KEY, X, y)
@@ -65,7 +65,7 @@ def test_a_parameter_without_a_link(guide, law, y, message) -> None:
 
 
 @pytest.mark.parametrize(
-    ("law", "how"),
+    ("likelihood", "how"),
     [
         (lambda f: dist.Bernoulli(probs=jax.nn.sigmoid(f)), {}),
         (lambda f: dist.Poisson(jnp.exp(f)), {}),
@@ -73,8 +73,10 @@ def test_a_parameter_without_a_link(guide, law, y, message) -> None:
         (dist.Poisson, {"mean": 5.0, "variance": 0.04}),
     ],
 )
-def test_a_parameter_that_stays_in_its_domain(law, how) -> None:
-    gpaug.AutoLatentGaussian(partial(process, law=law, **how)).setup(X, LABELS)
+def test_a_parameter_that_stays_in_its_domain(likelihood, how) -> None:
+    gpaug.AutoLatentGaussian(partial(process, likelihood=likelihood, **how)).setup(
+        X, LABELS
+    )
 
 
 # -- arguments -------------------------------------------------------------------------

@@ -319,7 +319,10 @@ def _grouped(
     priors = {"tau": prior, **(more or {})}
 
     def model(y: Any) -> None:
-        h = {name: numpyro.sample(name, law) for name, law in priors.items()}
+        h = {
+            name: numpyro.sample(name, distribution)
+            for name, distribution in priors.items()
+        }
         scale = dist.Normal(0, coefficients).expand([X.shape[1]]).to_event(1)
         b = numpyro.sample("b", scale)
         with numpyro.plate("groups", group.max() + 1):
@@ -359,13 +362,13 @@ def events() -> Problem:
     return Problem(model, {"x": x, "y": y})
 
 
-def _process(x: Any, law: Any, y: Any) -> None:
+def _process(x: Any, distribution: Any, y: Any) -> None:
     lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0.0, 0.7))
     scale = numpyro.sample("scale", dist.HalfNormal(2.0))
     kernel = gpaug.kernels.Matern52(lengthscale, jnp.square(scale))
     K = kernel(x[:, None], x[:, None]) + 1e-4 * jnp.eye(len(x))
     f = numpyro.sample("f", dist.MultivariateNormal(jnp.zeros(len(x)), K))
-    observed = law(f)
+    observed = distribution(f)
     with numpyro.plate("data", len(x)):
         numpyro.sample("y", observed, obs=y)
 

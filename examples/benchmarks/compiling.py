@@ -79,13 +79,13 @@ def fit_of(
         with numpyro.plate("data", X.shape[0], subsample_size=batch):
             x = numpyro.subsample(X, 1) if batch else X
             f = gp(x)
-            law = {
+            observed = {
                 "bernoulli": lambda: dist.Bernoulli(logits=f),
                 "student": lambda: dist.StudentT(4.0, f, 0.3),
                 "softmax": lambda: dist.Categorical(logits=f),
             }[likelihood]()
             of = numpyro.subsample(y, 0) if batch and y is not None else y
-            numpyro.sample("y", law, obs=of)
+            numpyro.sample("y", observed, obs=of)
 
     rng = np.random.default_rng(0)
     X = rng.normal(size=(rows, 10)).astype(np.float32)

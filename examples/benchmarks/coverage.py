@@ -83,9 +83,9 @@ def at_inputs(K: Any, variance: Any, y: Any, likelihood: Any) -> None:
     num = len(K)
     K = K + JITTER * variance * jnp.eye(num)
     f = numpyro.sample("f", dist.MultivariateNormal(jnp.zeros(num), K))
-    law = likelihood(f)
+    observed = likelihood(f)
     with numpyro.plate("data", num):
-        numpyro.sample("y", law, obs=y)
+        numpyro.sample("y", observed, obs=y)
 
 
 def ard(columns: int) -> Any:
@@ -103,9 +103,9 @@ def whole(X: Any, *, likelihood: Any) -> None:
 def sparse(X: Any, y: Any = None, *, likelihood: Any, inducing: Any) -> None:
     """A process that follows from its values at inducing inputs."""
     f = gpaug.GaussianProcess("f", ard(X.shape[1]), inducing=inducing)(X)
-    law = likelihood(f)
+    observed = likelihood(f)
     with numpyro.plate("data", len(X)):
-        numpyro.sample("y", law, obs=y)
+        numpyro.sample("y", observed, obs=y)
 
 
 def simulated(model: Any, shape: tuple[int, int], key: Any) -> tuple[Any, Any, Any]:

@@ -84,11 +84,11 @@ def ratings(codes: Any, y: Any = None, *, levels: int, normal: bool) -> None:
         v = numpyro.sample("v", dist.Normal(0, sd[1]))
     eta = intercept + u[codes[:, 0]] + v[codes[:, 1]]
     if normal:
-        law: Any = dist.Normal(eta, numpyro.sample("sigma", dist.HalfNormal(2)))
+        likelihood: Any = dist.Normal(eta, numpyro.sample("sigma", dist.HalfNormal(2)))
     else:
-        law = dist.Bernoulli(logits=eta)
+        likelihood = dist.Bernoulli(logits=eta)
     with numpyro.plate("data", len(codes)):
-        numpyro.sample("y", law, obs=y)
+        numpyro.sample("y", likelihood, obs=y)
 
 
 def simulated(levels: int, normal: bool) -> tuple[np.ndarray, np.ndarray]:

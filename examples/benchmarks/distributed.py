@@ -179,8 +179,8 @@ def fit_labels(args: argparse.Namespace, rows: int) -> dict[str, Any]:
         kernel = gpaug.kernels.SquaredExponential(1.0, 4.0)
         gp = gpaug.GaussianProcess("f", kernel, inducing, num_latents=args.labels)
         with numpyro.plate("data", len(X)):
-            law = dist.Bernoulli(logits=gp(X)).to_event(1)
-            numpyro.sample("y", law, obs=y)
+            likelihood = dist.Bernoulli(logits=gp(X)).to_event(1)
+            numpyro.sample("y", likelihood, obs=y)
 
     rng = np.random.default_rng(0)
     X = rng.uniform(-3, 3, size=(rows, 2)).astype(np.float32)

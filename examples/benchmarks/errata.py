@@ -41,8 +41,8 @@ def integral(function: Callable[[float], float], low: float, high: float) -> flo
 
 def average(function: Callable[[float], float], m: float, v: float) -> float:
     """Return the expectation of a function of a normal variable."""
-    law, reach = stats.norm(m, np.sqrt(v)), 12 * np.sqrt(v)
-    return integral(lambda f: law.pdf(f) * function(f), m - reach, m + reach)
+    likelihood, reach = stats.norm(m, np.sqrt(v)), 12 * np.sqrt(v)
+    return integral(lambda f: likelihood.pdf(f) * function(f), m - reach, m + reach)
 
 
 # -- Galy-Fajou, Wenzel, Donner and Opper ----------------------------------------------
@@ -116,9 +116,9 @@ def piecewise_links() -> Iterator[Line]:
     conditional = 1 / np.linalg.inv(joint)[2, 2]
     yield Line(paper, "(4)", "variance of a prediction", *variances, conditional)
     low, high, m = -0.5, 1.2, 0.3
-    law = stats.norm(m, 1)
-    mass, rise = (f(high) - f(low) for f in (law.cdf, law.pdf))
-    found = integral(lambda f: f * law.pdf(f), low, high)
+    distribution = stats.norm(m, 1)
+    mass, rise = (f(high) - f(low) for f in (distribution.cdf, distribution.pdf))
+    found = integral(lambda f: f * distribution.pdf(f), low, high)
     what = "mean of N(.3, 1) between -.5 and 1.2"
     yield Line(paper, "Lemma 1", what, m * mass + rise, m * mass - rise, found)
     y, noise = 3.0, 0.4
@@ -126,8 +126,8 @@ def piecewise_links() -> Iterator[Line]:
     def printed(x: np.ndarray) -> float:
         m, v = x[0], np.exp(x[1])
         kl = 0.5 * (v + m**2 - 1 - x[1])
-        law = stats.norm(m, np.sqrt(noise + v))
-        return law.logpdf(y) - 0.5 * v / noise - kl
+        distribution = stats.norm(m, np.sqrt(noise + v))
+        return distribution.logpdf(y) - 0.5 * v / noise - kl
 
     highest = -optimize.minimize(lambda x: -printed(x), np.zeros(2)).fun
     evidence = stats.norm(0, np.sqrt(1 + noise)).logpdf(y)
@@ -154,11 +154,11 @@ def svm() -> Iterator[Line]:
         return stats.geninvgauss(0.5, np.sqrt(a), scale=np.sqrt(a))
 
     def by_quadrature(a: float) -> float:
-        law = auxiliary(a)
+        distribution = auxiliary(a)
 
         def term(t: float) -> float:
             joint = -0.5 * np.log(t) - 0.5 * (t + alpha / t)
-            return law.pdf(t) * (joint - law.logpdf(t))
+            return distribution.pdf(t) * (joint - distribution.logpdf(t))
 
         return integral(term, 1e-9, 10) + integral(term, 10, 80)
 
@@ -169,8 +169,8 @@ def svm() -> Iterator[Line]:
     step = 1e-2
     checked = (by_quadrature(alpha + step) - by_quadrature(alpha - step)) / (2 * step)
     yield Line(paper, "(8), A.1", "slope in alpha at its optimum", *slopes, checked)
-    law, prior = auxiliary(alpha), 1.0
-    shrunk = law.expect(lambda t: 1 / (1 / t + 1 / prior))
+    distribution, prior = auxiliary(alpha), 1.0
+    shrunk = distribution.expect(lambda t: 1 / (1 / t + 1 / prior))
     precision = 1 / np.sqrt(alpha) + 1 / prior
 
     def loss(z: float) -> float:

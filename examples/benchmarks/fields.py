@@ -121,7 +121,7 @@ def mesh_of(size: int) -> Any:
 Effect = Callable[[Any, Any], Any]
 
 
-def of_effect(effect: Effect, law: Callable[[Any], Any]) -> Callable[..., None]:
+def of_effect(effect: Effect, likelihood: Callable[[Any], Any]) -> Callable[..., None]:
     """A model of data with a covariate and a field."""
 
     def model(x: Any, y: Any = None) -> None:
@@ -130,7 +130,7 @@ def of_effect(effect: Effect, law: Callable[[Any], Any]) -> Callable[..., None]:
         beta = numpyro.sample("beta", dist.Normal(0, 2).expand([2]).to_event(1))
         values = effect(scale, share)
         with numpyro.plate("data", len(x)):
-            numpyro.sample("y", law(beta[0] + beta[1] * x + values), obs=y)
+            numpyro.sample("y", likelihood(beta[0] + beta[1] * x + values), obs=y)
 
     return model
 

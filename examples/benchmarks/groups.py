@@ -80,12 +80,14 @@ def ratings(
         loc = dist.Normal(0, 2).expand([4]).to_event(1)
         ordered = dist.transforms.OrderedTransform()
         cuts = numpyro.sample("cuts", dist.TransformedDistribution(loc, ordered))
-        law: Any = dist.OrderedLogistic(eta, cuts)
+        likelihood: Any = dist.OrderedLogistic(eta, cuts)
     else:
         intercept = numpyro.sample("intercept", dist.Normal(0, 10))
-        law = dist.Normal(intercept + eta, numpyro.sample("sigma", dist.HalfNormal(2)))
+        likelihood = dist.Normal(
+            intercept + eta, numpyro.sample("sigma", dist.HalfNormal(2))
+        )
     with numpyro.plate("data", len(student)):
-        numpyro.sample("y", law, obs=y)
+        numpyro.sample("y", likelihood, obs=y)
 
 
 def walking(step: Any, steps: int, y: Any = None) -> None:

@@ -76,8 +76,8 @@ def model(X, y=None, *, inducing, batch=None, likelihood="bernoulli"):
     with numpyro.plate("data", X.shape[0], subsample_size=batch) as i:
         f, y = gp(X[i]), None if y is None else y[i]
         svm = likelihood == "svm"
-        law = gpaug.BayesianSVM(f) if svm else dist.Bernoulli(logits=f)
-        numpyro.sample("y", law, obs=y)
+        observed = gpaug.BayesianSVM(f) if svm else dist.Bernoulli(logits=f)
+        numpyro.sample("y", observed, obs=y)
 
 
 def judge(probs: np.ndarray, y: np.ndarray) -> dict[str, float]:

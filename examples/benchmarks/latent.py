@@ -58,8 +58,8 @@ def cbpp(y: Any, total: Any, herd: Any, period: Any) -> None:
     with numpyro.plate("herds", 15):
         a = numpyro.sample("a", dist.Normal(0, tau))
     with numpyro.plate("data", len(y)):
-        law = dist.Binomial(total, logits=b[period] + a[herd])
-        numpyro.sample("y", law, obs=y)
+        likelihood = dist.Binomial(total, logits=b[period] + a[herd])
+        numpyro.sample("y", likelihood, obs=y)
 
 
 def sleepstudy(y: Any, days: Any, subject: Any) -> None:
@@ -104,8 +104,8 @@ def scotland(y: Any, expected: Any, x: Any, adjacency: Any) -> None:
     alone = jnp.eye(len(y)) * (adjacency.sum(-1) == 0)
     degrees = jnp.diag(adjacency.sum(-1)) + alone
     matrix = precision * (degrees - 0.95 * adjacency)
-    law = dist.MultivariateNormal(jnp.zeros(len(y)), precision_matrix=matrix)
-    region = numpyro.sample("region", law)
+    distribution = dist.MultivariateNormal(jnp.zeros(len(y)), precision_matrix=matrix)
+    region = numpyro.sample("region", distribution)
     rate = expected * jnp.exp(b[0] + b[1] * (x - x.mean()) / x.std() + region)
     with numpyro.plate("data", len(y)):
         numpyro.sample("y", dist.Poisson(rate), obs=y)
@@ -134,8 +134,10 @@ def gp_pois_regr(x: Any, k: Any) -> None:
     rho = numpyro.sample("rho", dist.Gamma(25.0, 4.0))
     alpha = numpyro.sample("alpha", dist.HalfNormal(2.0))
     K = gpaug.kernels.SquaredExponential(rho, alpha**2)(x[:, None], x[:, None])
-    law = dist.MultivariateNormal(jnp.zeros(len(x)), K + 1e-6 * jnp.eye(len(x)))
-    f = numpyro.sample("f", law)
+    distribution = dist.MultivariateNormal(
+        jnp.zeros(len(x)), K + 1e-6 * jnp.eye(len(x))
+    )
+    f = numpyro.sample("f", distribution)
     with numpyro.plate("data", len(x)):
         numpyro.sample("k", dist.Poisson(jnp.exp(f)), obs=k)
 
@@ -246,8 +248,10 @@ def ours(model: Any, data: Any, names: list[str], limit: float) -> Callable[[], 
     def run() -> Found:
         fit = svi.run(jax.random.key(0), 100, **data, progress_bar=False, tol=1e-4)
         posterior = svi.posterior(fit)
-        laws = {name: posterior[name] for name in names}
-        found = {k: (np.array(d.mean), np.sqrt(d.variance)) for k, d in laws.items()}
+        distributions = {name: posterior[name] for name in names}
+        found = {
+            k: (np.array(d.mean), np.sqrt(d.variance)) for k, d in distributions.items()
+        }
         return found, len(fit.losses)
 
     return run

@@ -106,14 +106,14 @@ def student_t(f: Any) -> dist.Distribution:
     return dist.StudentT(4.0, f, numpyro.sample("noise", dist.LogNormal(-1.0, 1.0)))
 
 
-def gp(X: Any, y: Any, *, law: Any) -> None:
+def gp(X: Any, y: Any, *, distribution: Any) -> None:
     """A Gaussian process at all inputs."""
     lengthscale = numpyro.sample("lengthscale", dist.LogNormal(jnp.log(5.0), 1.0))
     variance = numpyro.sample("variance", dist.LogNormal(1.0, 1.0))
     K = gpaug.kernels.SquaredExponential(lengthscale, variance)(X, X)
     K = K + 1e-6 * variance * jnp.eye(len(X))
     f = numpyro.sample("f", dist.MultivariateNormal(jnp.zeros(len(X)), K))
-    observed = law(f)
+    observed = distribution(f)
     with numpyro.plate("data", len(X)):
         numpyro.sample("y", observed, obs=y)
 
@@ -171,9 +171,9 @@ def problem(name: str) -> tuple[Any, dict[str, np.ndarray]]:
         num = int(name.removeprefix("gp_logistic"))
         X, y = load_data("breast_cancer" if num <= 569 else "ratsch_waveform")
         X = ((X - X.mean(0)) / X.std(0))[:num]
-        return partial(gp, law=bernoulli), {"X": X, "y": y[:num]}
+        return partial(gp, distribution=bernoulli), {"X": X, "y": y[:num]}
     if name == "gp_student_t":
-        return partial(gp, law=student_t), simulated(name)
+        return partial(gp, distribution=student_t), simulated(name)
     if name.startswith("sparse_ard"):
         return sparse_ard, simulated(name)
     if name == "eight_schools":

@@ -224,9 +224,11 @@ def linear(fold: Fold, real: bool) -> tuple[float, float]:
     if real:
         ridge = RidgeCV(np.logspace(-3, 3, 25)).fit(fold.X, fold.y)
         spread = np.std(fold.y - ridge.predict(fold.X))
-        law = dist.Normal(ridge.predict(fold.X_test), spread)
+        predicted = dist.Normal(ridge.predict(fold.X_test), spread)
         error = ridge.predict(fold.X_test) - fold.y_test
-        return float(law.log_prob(fold.y_test).mean()), float(np.mean(error**2) ** 0.5)
+        return float(predicted.log_prob(fold.y_test).mean()), float(
+            np.mean(error**2) ** 0.5
+        )
     logistic = LogisticRegression(max_iter=1000).fit(fold.X, fold.y)
     log_p = logistic.predict_log_proba(fold.X_test)
     own = log_p[np.arange(len(fold.y_test)), fold.y_test]
@@ -235,11 +237,11 @@ def linear(fold: Fold, real: bool) -> tuple[float, float]:
 
 def judged(posterior: gpaug.Posterior, fold: Fold, real: bool) -> tuple[float, float]:
     """Mean test log-likelihood, and F1 or root mean squared error."""
-    law = posterior.predict_y(fold.X_test)
-    loglik = float(np.mean(law.log_prob(fold.y_test)))
+    predicted = posterior.predict_y(fold.X_test)
+    loglik = float(np.mean(predicted.log_prob(fold.y_test)))
     if real:
-        return loglik, float(np.sqrt(np.mean(np.square(law.mean - fold.y_test))))
-    return loglik, float(f1_score(fold.y_test, np.asarray(law.probs) > 0.5))
+        return loglik, float(np.sqrt(np.mean(np.square(predicted.mean - fold.y_test))))
+    return loglik, float(f1_score(fold.y_test, np.asarray(predicted.probs) > 0.5))
 
 
 def summary(scores: list[tuple[float, float]], seconds: float) -> dict[str, Any]:

@@ -125,8 +125,10 @@ def model(
     gp = gpaug.GaussianProcess("f", kernel, inducing=inducing, mean=offset)
     with numpyro.plate("data", X.shape[0], subsample_size=batch) as i:
         y, f = None if y is None else y[i], gp(X[i])
-        law = gpaug.BayesianSVM(f, predictive) if machine else dist.Bernoulli(logits=f)
-        numpyro.sample("y", law, obs=y)
+        likelihood = (
+            gpaug.BayesianSVM(f, predictive) if machine else dist.Bernoulli(logits=f)
+        )
+        numpyro.sample("y", likelihood, obs=y)
 
 
 def ours(

@@ -155,7 +155,7 @@ def bayes_mixed_glm(
 def gpboost(name: str, data: dict[str, Any], held: Held) -> Callable[[], Answer]:
     import gpboost as gpb
 
-    laws = {"sleepstudy": "gaussian", "epil": "poisson"}
+    names = {"sleepstudy": "gaussian", "epil": "poisson"}
     given: dict[str, Any] = {"group_data": groups(name, data)}
     if name == "sleepstudy":
         given["group_rand_coef_data"] = data["days"][:, None].astype(float)
@@ -173,7 +173,7 @@ def gpboost(name: str, data: dict[str, Any], held: Held) -> Callable[[], Answer]
         given["matrix_inversion_method"] = "cholesky"
 
     def run() -> Answer:
-        model = gpb.GPModel(likelihood=laws.get(name, "bernoulli_logit"), **given)
+        model = gpb.GPModel(likelihood=names.get(name, "bernoulli_logit"), **given)
         model.fit(y=y, X=X, **options)
         if held is not None:
             model.predict_training_data_random_effects(predict_var=True)

@@ -62,11 +62,11 @@ OTHERS = (
     "vehicle", "seitz_banana", "ratsch_waveform", "segment",
 )  # fmt: skip
 # Their columns.
-LAWS = {
+SIMULATIONS = {
     "linear2": 8, "linear3": 13, "steep2": 8, "steep3": 13, "near3": 10, "far3": 10,
     "flip3": 10, "null2": 8, "null3": 6, "rings3": 4, "additive2": 6,
 }  # fmt: skip
-LAW_ROWS, LAW_TEST = 180, 4000
+SIMULATED, TESTED = 180, 4000
 IMAGES = ("digits", "usps", "usps_3v5")
 COLUMNS = {"data": "", "method": "", "nll": ".4f", "error": ".4f", "worse": "+.4f"}
 COLUMNS |= {"se": ".4f", "seconds": ".2f"}
@@ -127,13 +127,13 @@ METHODS = {
 }
 
 
-def law(name: str, rng: np.random.Generator, rows: int) -> tuple[np.ndarray, ...]:
+def simulated(name: str, rng: np.random.Generator, rows: int) -> tuple[np.ndarray, ...]:
     """Draw inputs and labels by a rule: ``linear`` (slopes of one), ``steep`` (slopes
     of four or five), ``far`` (Gaussians apart), ``flip`` (the same, with a tenth of the
     labels at random), ``near``, ``null`` (labels that nothing predicts), ``rings`` or
     ``additive``; the digit is the number of classes.
     """
-    X = rng.normal(size=(rows, LAWS[name]))
+    X = rng.normal(size=(rows, SIMULATIONS[name]))
     kind, classes = name[:-1], int(name[-1])
     if kind in ("linear", "steep"):
         slopes = rng.normal(size=(X.shape[1], classes))
@@ -170,10 +170,10 @@ def load(name: str) -> tuple[np.ndarray, np.ndarray]:
 
 def cuts(name: str, num: int) -> Iterator[tuple[np.ndarray, ...]]:
     """Inputs, labels, rows for training and for testing."""
-    if name in LAWS:
+    if name in SIMULATIONS:
         for seed in range(num):
-            drawn = law(name, np.random.default_rng(seed), LAW_ROWS + LAW_TEST)
-            yield *drawn, *np.split(np.arange(LAW_ROWS + LAW_TEST), [LAW_ROWS])
+            drawn = simulated(name, np.random.default_rng(seed), SIMULATED + TESTED)
+            yield *drawn, *np.split(np.arange(SIMULATED + TESTED), [SIMULATED])
         return
     X, y = load(name)
     cut = StratifiedShuffleSplit(num, test_size=0.2, random_state=0)
