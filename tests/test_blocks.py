@@ -146,8 +146,8 @@ def test_nothing_but_the_projection_is_whole(likelihood, optim) -> None:
     plan = svi._programs.plan_at(arguments, state)
     with small_blocks(2**16):
         program = svi._programs.advance.plain.lower(
-            state, np.int32(1), np.float32(0), np.uint32(0), arguments.arrays,
-            plan=plan, static=arguments.static,
+            state, np.int32(1), np.float32(0), np.uint32(0), arguments,
+            plan=plan,
         )  # fmt: skip
         temporary = program.compile().memory_analysis().temp_size_in_bytes
     projection = 4 * X.shape[0] * 100

@@ -152,8 +152,8 @@ def test_equal_fits_have_equal_programs() -> None:
         state = svi.init(KEY, X, y, inducing=X[:5])
         arguments = Arguments.split((X, y), {"inducing": X[:5]})
         program = svi._programs.advance.plain.lower(
-            state, np.int32(1), np.float32(0), np.uint32(0), arguments.arrays,
-            plan=svi._programs.plan_at(arguments, state), static=arguments.static,
+            state, np.int32(1), np.float32(0), np.uint32(0), arguments,
+            plan=svi._programs.plan_at(arguments, state),
         )  # fmt: skip
         texts.append(program.as_text())
     assert "cholesky" in texts[0]

@@ -86,7 +86,7 @@ class Programs:
         arguments: Arguments,
     ) -> None:
         self.model, self.guide = model, guide
-        self.structure, self.static = structure, arguments.static
+        self.structure = structure
         self.top_level = frozenset(top_level(model, arguments))
         # Given a draw, weight vectors are known, and only the residuals of processes
         # remain to be integrated.
@@ -96,18 +96,18 @@ class Programs:
         self.factors: set[str] = set()
         self.pseudo: set[str] = set()
         self.draw: Any = jit(jax.vmap(self._draw, (None, None, 0)))
-        self.prior: Any = prior_sampler(model, arguments.static)
+        self.prior: Any = prior_sampler(model)
         self.at: Any = jit(jax.vmap(self._at, (None, None, 0, None, 0), (0, None)))
 
     def _draw(
-        self, arrays: Any, params: Any, key: Array
+        self, given: Arguments, params: Any, key: Array
     ) -> tuple[dict[str, Array], Array]:
         """Return latents and their log density. Latents that the guide declares as
         ``Delta`` are recorded, but this alone does not make a latent fixed: guides such
         as ``AutoLowRank...`` draw an auxiliary vector and declare latents as ``Delta``s
         whose ``log_density`` is the Jacobian. The sum over all sites of the guide is
         then the density of the latents."""
-        args, kwargs = Arguments(arrays, self.static).merge()
+        args, kwargs = given.merge()
         seeded = handlers.seed(handlers.substitute(self.guide, data=params), key)
         trace = handlers.trace(seeded).get_trace(*args, **kwargs)
         names = (*(b.site for b in self.structure.blocks), *self.structure.others)
@@ -117,10 +117,9 @@ class Programs:
         return {n: trace[n]["value"] for n in names}, _log_density(drawn)
 
     def _at(
-        self, arrays: Any, params: Any, key: Array, fixed: Any, drawn: Any
+        self, given: Arguments, params: Any, key: Array, fixed: Any, drawn: Any
     ) -> tuple[Draws, dict[str, Array]]:
         """Return the outputs of the model at one draw, and the observations."""
-        given = Arguments(arrays, self.static)
         values = {**params, **fixed, **drawn}
         noise_key, bound_key, new_key = random.split(key, 3)
         trace = run(self.model, given, noise_key, values, "noise")
@@ -191,7 +190,7 @@ def programs_for(
 
 def evaluated_at(
     model: Programs,
-    arrays: tuple[Array, ...],
+    arguments: Arguments,
     params: dict[str, Any],
     keys: Array,
     fixed: dict[str, np.ndarray],
@@ -200,20 +199,20 @@ def evaluated_at(
     """Evaluate the model at every draw, in chunks that bound the memory.
 
     :param model: from :func:`programs_for`.
-    :param arrays: its array arguments.
+    :param arguments: its arguments.
     :param params: params of model and guide.
     :param keys: random keys, one for each draw.
     :param fixed: latents that are the same in all draws.
     :param drawn: all other latents.
     """
     total = len(keys)
-    shapes, _ = model.at.plain.eval_shape(arrays, params, keys, fixed, drawn)
+    shapes, _ = model.at.plain.eval_shape(arguments, params, keys, fixed, drawn)
     chunk = min(total, max(1, _BUDGET // model.numbers_held(shapes, fixed)))
     parts = []
     for start in range(0, total, chunk):
         chosen = np.minimum(np.arange(start, start + chunk), total - 1)
         block = {n: v[chosen] for n, v in drawn.items()}
-        part, observed = model.at(arrays, params, keys[chosen], fixed, block)
+        part, observed = model.at(arguments, params, keys[chosen], fixed, block)
         kept = min(chunk, total - start)
         parts.append(jax.tree.map(lambda x, kept=kept: np.asarray(x)[:kept], part))
     draws = jax.tree.map(lambda *blocks: np.concatenate(blocks), *parts)

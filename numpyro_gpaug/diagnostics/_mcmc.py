@@ -214,23 +214,24 @@ class _Site:
         self.samples = few(jax.vmap(self._sample, (None, 0, 0)))
         self.log_probs = few(self._log_probs)
 
-    def _distribution(self, arrays: Any, key: Array, draw: dict[str, Array]) -> Any:
-        given = self.arguments._replace(arrays=arrays)
+    def _distribution(self, given: Arguments, key: Array, draw: Any) -> Any:
         return base_distribution(run(self.model, given, key, draw)[self.site]["fn"])
 
-    def _sample(self, arrays: Any, key: Array, draw: dict[str, Array]) -> Array:
+    def _sample(self, given: Arguments, key: Array, draw: Any) -> Array:
         model_key, key = random.split(key)
-        return self._distribution(arrays, model_key, draw).sample(key)
+        return self._distribution(given, model_key, draw).sample(key)
 
-    def _log_probs(self, arrays: Any, keys: Array, draws: Any, values: Array) -> Array:
+    def _log_probs(
+        self, given: Arguments, keys: Array, draws: Any, values: Array
+    ) -> Array:
         """Return log-probabilities of values under the mixture over the draws."""
 
         def at(key: Array, draw: dict[str, Array]) -> Array:
-            d = self._distribution(arrays, key, draw)
+            d = self._distribution(given, key, draw)
             return getattr(d, "normalized_log_prob", d.log_prob)(values)
 
-        def step(total: Array, given: Any) -> tuple[Array, None]:
-            return jnp.logaddexp(total, at(*given)), None
+        def step(total: Array, each: Any) -> tuple[Array, None]:
+            return jnp.logaddexp(total, at(*each)), None
 
         first = at(keys[0], {name: x[0] for name, x in draws.items()})
         rest = keys[1:], {name: x[1:] for name, x in draws.items()}
@@ -249,13 +250,12 @@ class _Predictive:
         chosen = np.linspace(0, self.num - 1, *sample_shape).astype(int)
         some = {name: x[chosen] for name, x in self.draws.items()}
         keys = random.split(key, len(chosen))
-        return self.site.samples(self.site.arguments.arrays, keys, some)
+        return self.site.samples(self.site.arguments, keys, some)
 
     def log_prob(self, values: Array) -> Array:
         # Residuals of a sparse process are drawn here if the draws do not contain them.
         keys = random.split(random.key(0), self.num)
-        arrays = self.site.arguments.arrays
-        return self.site.log_probs(arrays, keys, self.draws, values)
+        return self.site.log_probs(self.site.arguments, keys, self.draws, values)
 
 
 def _overlap(p: Any, q: Any, values: Array | None) -> np.ndarray:

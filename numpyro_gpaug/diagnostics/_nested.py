@@ -23,6 +23,7 @@ from numpyro_gpaug.diagnostics._prior import (
 from numpyro_gpaug.diagnostics._run import replicate, run
 from numpyro_gpaug.infer import NestedVI
 from numpyro_gpaug.likelihoods.expectations import base_distribution
+from numpyro_gpaug.model.arguments import Arguments
 
 if TYPE_CHECKING:
     import pandas
@@ -44,10 +45,9 @@ def tree_of_nested(key: Array, nested: NestedVI) -> DataTree:
     tops = [n for n in top_level(nested.model, arguments) if n in latent]
 
     def one(
-        arrays: Any, each: tuple[Array, dict[str, Array]]
+        given: Arguments, each: tuple[Array, dict[str, Array]]
     ) -> tuple[dict[str, Array], ...]:
         key, values = each
-        given = arguments._replace(arrays=arrays)
         trace = run(nested.model, given, key, values)
         densities, replicated = {}, {}
         for i, (name, site) in enumerate(trace.items()):
@@ -60,26 +60,25 @@ def tree_of_nested(key: Array, nested: NestedVI) -> DataTree:
         return densities, replicated, log_priors(trace, tops)
 
     @jax.jit
-    def everywhere(arrays: Any, keys: Array, values: dict[str, Array]) -> Any:
+    def everywhere(given: Arguments, keys: Array, values: dict[str, Array]) -> Any:
         first = {k: x[0] for k, x in values.items()}
-        given = arguments._replace(arrays=arrays)
         trace = run(nested.model, given, keys[0], first)
-        found = jax.lax.map(lambda each: one(arrays, each), (keys, values))
+        found = jax.lax.map(lambda each: one(given, each), (keys, values))
         return {k: trace[k]["value"] for k in found[0]}, found
 
     key, prior_key = random.split(key)
     keys = random.split(key, chains * num)
     values = {k: x for k, x in flat.items() if k in latent}
-    seen, found = everywhere(arguments.arrays, keys, values)
+    seen, found = everywhere(arguments, keys, values)
     densities, replicated, priors = found
     observed = {k: np.asarray(x) for k, x in seen.items()}
-    sampler = prior_sampler(nested.model, arguments.static)
+    sampler = prior_sampler(nested.model)
     groups = {
         "posterior": {k: np.asarray(x) for k, x in draws.items()},
         "posterior_predictive": _by_chain(replicated, chains, num),
         "log_likelihood": _by_chain(densities, chains, num),
         "log_prior": _by_chain(priors, chains, num),
-        **prior_groups(sampler, arguments.arrays, {}, prior_key, chains * num),
+        **prior_groups(sampler, arguments, {}, prior_key, chains * num),
     }
     return tree_of({**groups, "observed_data": observed})
 

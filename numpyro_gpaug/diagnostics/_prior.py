@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import jax
@@ -50,49 +51,46 @@ def log_priors(trace: Trace, names: Iterable[str]) -> dict[str, Array]:
     }
 
 
-def one_draw(model: Callable[..., Any], static: Any) -> Callable[..., Any]:
-    """Return a function from ``(arrays, values, key)`` to a draw from the prior and one
-    from the prior predictive distribution, by site, given the values of some sites.
+def one_draw(
+    model: Callable[..., Any], arguments: Arguments, values: dict[str, Any], key: Array
+) -> tuple[dict[str, Array], dict[str, Array]]:
+    """Return a draw from the prior and one from the prior predictive distribution, by
+    site, given the values of some sites.
 
     :param model: a NumPyro model.
-    :param static: the part of its arguments that is no array.
+    :param arguments: its arguments.
+    :param values: values of sites and params.
+    :param key: random key.
     """
-
-    def one(
-        arrays: Any, values: dict[str, Any], key: Array
-    ) -> tuple[dict[str, Array], dict[str, Array]]:
-        own, new = random.split(key)
-        trace = run(model, Arguments(arrays, static), own, values, "noise")
-        prior, predicted = {}, {}
-        for i, (name, site) in enumerate(trace.items()):
-            observed = site["type"] == "sample" and site["is_observed"]
-            if observed and not isinstance(base_distribution(site["fn"]), Unit):
-                predicted[name] = replicate(site, random.fold_in(new, i))
-            elif site["type"] in ("sample", "deterministic") and not observed:
-                prior[name] = site["value"]
-        return prior, predicted
-
-    return one
+    own, new = random.split(key)
+    trace = run(model, arguments, own, values, "noise")
+    prior, predicted = {}, {}
+    for i, (name, site) in enumerate(trace.items()):
+        observed = site["type"] == "sample" and site["is_observed"]
+        if observed and not isinstance(base_distribution(site["fn"]), Unit):
+            predicted[name] = replicate(site, random.fold_in(new, i))
+        elif site["type"] in ("sample", "deterministic") and not observed:
+            prior[name] = site["value"]
+    return prior, predicted
 
 
-def prior_sampler(model: Callable[..., Any], static: Any) -> Callable[..., Any]:
-    """Return a compiled function from ``(arrays, params, keys)`` to draws from the
+def prior_sampler(model: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a compiled function from ``(arguments, params, keys)`` to draws from the
     prior and from the prior predictive distribution, by site.
 
     :param model: a NumPyro model.
-    :param static: the part of its arguments that is no array.
     """
-    one = one_draw(model, static)
 
-    def all_of(arrays: Any, params: dict[str, Any], keys: Array) -> Any:
-        return jax.lax.map(lambda key: one(arrays, params, key), keys)
+    def all_of(arguments: Arguments, params: dict[str, Any], keys: Array) -> Any:
+        one = partial(one_draw, model, arguments, params)
+        return jax.lax.map(one, keys)
 
     return jit(all_of)
 
 
 def prior_groups(
     sampler: Callable[..., Any],
-    arrays: Any,
+    arguments: Arguments,
     params: dict[str, Any],
     key: Array,
     num: int,
@@ -103,13 +101,13 @@ def prior_groups(
     There are none if NumPyro cannot draw from a prior, because it is improper.
 
     :param sampler: from :func:`prior_sampler`.
-    :param arrays: the model's array arguments, with observations.
+    :param arguments: the model's arguments, with observations.
     :param params: values of the model's params.
     :param key: random key.
     :param num: the number of draws. More than 1000 count as 1000.
     """
     try:
-        found = sampler(arrays, params, random.split(key, min(num, MOST_DRAWS)))
+        found = sampler(arguments, params, random.split(key, min(num, MOST_DRAWS)))
     except NotImplementedError:
         return {}
     prior, predicted = jax.tree.map(lambda x: np.asarray(x)[None], found)

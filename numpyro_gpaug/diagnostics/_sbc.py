@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -218,7 +218,7 @@ def sbc(
             **kwargs,
         )  # fmt: skip
         return Calibration(title, *_in_normals(fits, truth))
-    likelihood = _likelihood(simulated, arguments.static)
+    likelihood = jit(partial(_likelihood, simulated))
 
     def one(i: int) -> dict[str, np.ndarray]:
         here, true = ({k: x[i] for k, x in y.items()} for y in (data, truth))
@@ -228,7 +228,7 @@ def sbc(
             fitter.run(random.fold_in(fit_key, i), here, *args, **kwargs)
         draws = fitter.get_samples()
         both = {k: _joined(true[k], draws[k], num_draws) for k in true}
-        density = likelihood(arguments.arrays, here, both)
+        density = likelihood(arguments, here, both)
         return {**both, LIKELIHOOD: np.asarray(density, float)}
 
     rng = np.random.default_rng(np.asarray(random.key_data(tie_key)).ravel())
@@ -365,13 +365,12 @@ def _drawn(
         )
     latents = [k for k in sites if k not in observed]
     given = {k: values[k] for k in latents if k in values}
-    one = one_draw(model, arguments.static)
 
     @jit
-    def every(arrays: Any, given: dict[str, Any], keys: Array) -> Any:
-        return lax.map(lambda each: one(arrays, *each), (given, keys))
+    def every(arguments: Arguments, given: dict[str, Any], keys: Array) -> Any:
+        return lax.map(lambda each: one_draw(model, arguments, *each), (given, keys))
 
-    found = every(arguments.arrays, given, keys)
+    found = every(arguments, given, keys)
     prior, data = jax.tree.map(np.asarray, found)
     return {k: prior[k] for k in latents}, data
 
@@ -389,27 +388,27 @@ def _in_normals(
     return positions, {int(i): str(fits.verdicts[i]) for i in wrong}
 
 
-def _likelihood(model: Callable[..., Any], static: Any) -> Callable[..., Array]:
-    """Return a compiled function from ``(arrays, data, latents)`` to log-likelihoods;
-    draws first."""
+def _likelihood(
+    model: Callable[..., Any],
+    arguments: Arguments,
+    data: Any,
+    latents: dict[str, Array],
+) -> Array:
+    """Return log-likelihoods of data at draws of the latents; draws first."""
+    args, kwargs = arguments.merge()
 
-    def at(arrays: Any, data: Any, latents: dict[str, Array]) -> Array:
-        args, kwargs = Arguments(arrays, static).merge()
+    def one(values: dict[str, Array]) -> Array:
+        filled = handlers.substitute(model, data=values)
+        seeded = handlers.seed(residual_policy(filled, "mean"), random.key(0))
+        trace = handlers.trace(seeded).get_trace(data, *args, **kwargs)
+        terms = [
+            scaled(s["fn"].log_prob(s["value"]), s["scale"]).sum()
+            for s in trace.values()
+            if s["type"] == "sample" and s["is_observed"]
+        ]
+        return sum(terms[1:], terms[0])
 
-        def one(values: dict[str, Array]) -> Array:
-            filled = handlers.substitute(model, data=values)
-            seeded = handlers.seed(residual_policy(filled, "mean"), random.key(0))
-            trace = handlers.trace(seeded).get_trace(data, *args, **kwargs)
-            terms = [
-                scaled(s["fn"].log_prob(s["value"]), s["scale"]).sum()
-                for s in trace.values()
-                if s["type"] == "sample" and s["is_observed"]
-            ]
-            return sum(terms[1:], terms[0])
-
-        return lax.map(one, latents)
-
-    return jit(at)
+    return lax.map(one, latents)
 
 
 def _joined(true: np.ndarray, draws: Any, num: int) -> np.ndarray:

@@ -133,21 +133,20 @@ def to_datatree(
         programs = programs_for(model, guide, arguments, args, kwargs)
         guide_key, model_key, prior_key = random.split(key, 3)
         latents, log_q = programs.draw(
-            arguments.arrays, params, random.split(guide_key, num_samples)
+            arguments, params, random.split(guide_key, num_samples)
         )
         latents, log_q = jax.tree.map(np.asarray, latents), np.asarray(log_q, float)
         fixed = {n for n in programs.delta if (latents[n] == latents[n][:1]).all()}
         evaluated = evaluated_at(
             programs,
-            arguments.arrays,
+            arguments,
             params,
             random.split(model_key, num_samples),
             {n: v[0] for n, v in latents.items() if n in fixed},
             {n: v for n, v in latents.items() if n not in fixed},
         )
-        prior = prior_groups(
-            programs.prior, arguments.arrays, params, prior_key, num_samples
-        )
+        given = programs.prior, arguments, params
+        prior = prior_groups(*given, prior_key, num_samples)
         tree = _as_tree(latents, log_q, evaluated, prior)
         if losses is not None:
             from xarray import Dataset, DataTree

@@ -207,17 +207,16 @@ class ProcessGuide(Displayed):
         arguments."""
         if not isinstance(self._other, PointGuide):
             return
-        at = partial(self._others_at, arguments.static)
-        found = dependence_on_arrays(at, arguments.arrays)
+        found = dependence_on_arrays(self._others_at, arguments)
         starts, supports = zip(*found.values(), strict=True)
         self._other.moves = any(x.state for x in jax.tree.leaves(starts))
         self._supports_move = any(x.state for x in jax.tree.leaves(supports))
         self._alike.add(arguments.shapes)
 
-    def _others_at(self, static: Any, arrays: Any) -> dict[str, Any]:
+    def _others_at(self, arguments: Arguments) -> dict[str, Any]:
         """Return starts and supports of the other latents."""
         other: Any = self._other
-        return other.starts(*Arguments(tuple(arrays), static).merge())
+        return other.starts(*arguments.merge())
 
     def _others_agree(self, arguments: Arguments) -> bool:
         """Whether the other latents have the priors of the set-up: the same supports,
@@ -228,11 +227,12 @@ class ProcessGuide(Displayed):
             return True
         if arguments.shapes in self._alike and not self._supports_move:
             return True
-        here = partial(self._others_at, arguments.static)
+        # Equal methods would share a program.
+        here = partial(self._others_at)
         program = remembered(
-            self._others, arguments.shapes, lambda: ahead(here, arguments.arrays)
+            self._others, arguments.shapes, lambda: ahead(here, arguments)
         )
-        known, found = other.known(), program(arguments.arrays)
+        known, found = other.known(), program(arguments)
         if other.moves:
             known, found = ({k: x[1] for k, x in y.items()} for y in (known, found))
         trees: list[Any] = [jax.tree.structure(x) for x in (known, found)]

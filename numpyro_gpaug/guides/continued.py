@@ -212,22 +212,17 @@ class TrackedGP(ContinuedGP):
 
     def __init__(self, model: Callable[..., Any]) -> None:
         super().__init__(model)
-        self._program: Any = one_thread(few(self._known, static_argnames="static"))
+        self._program: Any = one_thread(few(self._known))
 
     def going_on(
         self, arguments: Arguments, values: dict[str, Any], moments: dict[str, Moments]
     ) -> tuple[dict[str, Array], Array | float]:
-        return self._program(arguments.arrays, values, moments, static=arguments.static)
+        return self._program(arguments, values, moments)
 
     @precise
     def _known(
-        self,
-        arrays: Any,
-        values: dict[str, Any],
-        moments: dict[str, Moments],
-        static: Any,
+        self, arguments: Arguments, values: dict[str, Any], moments: dict[str, Moments]
     ) -> tuple[dict[str, Array], Array]:
-        arguments = Arguments(arrays, static)
         structure = self.structure_at(arguments)
         key = jax.random.key(0)
         view = ModelView(structure, self.model, arguments, values, key)

@@ -166,21 +166,15 @@ class AutoLatentGaussian(ConjugateGuide):
         traced = any(isinstance(x, Tracer) for x in arguments.arrays)
         if not self.prepare(arguments) or traced:
             return
-        program = remembered(
-            self._checks, arguments.shapes, lambda: self._check(arguments)
-        )
-        program(arguments.arrays).check()
-
-    def _check(self, arguments: Arguments) -> Callable[..., Codes]:
         structure: Any = self.structure_at(arguments)
 
-        def seen(arrays: tuple[Array, ...]) -> Codes:
-            here = arguments._replace(arrays=arrays)
+        def seen(here: Arguments) -> Codes:
             # Without padding, because a batch that is passed in is shorter than its
             # plate.
             return self.seen(JointView(structure, self.model, here, {}, any_key()))
 
-        return few(seen)
+        program = remembered(self._checks, arguments.shapes, lambda: few(seen))
+        program(arguments).check()
 
     def seen(self, view: Any) -> Codes:
         return Codes.of(view)
@@ -254,17 +248,16 @@ class AutoLatentGaussian(ConjugateGuide):
         :param values: values of params and other latents.
         :return: whether latents are few and dense.
         """
-        structure, static = self.structure_at(arguments), arguments.static
+        structure = self.structure_at(arguments)
         if not structure.form.any_rows or structure.size > MOST_TURNED:
             return False
         here = structure.unturned
 
-        def projection(arrays: tuple[Array, ...], values: dict[str, Any]) -> Array:
-            given = Arguments(arrays, static)
-            view = self.view(here, self.model, given, values, any_key())
+        def projection(arguments: Arguments, values: dict[str, Any]) -> Array:
+            view = self.view(here, self.model, arguments, values, any_key())
             return view.predictors.dense.projection[0]
 
-        found = few(projection)(arguments.arrays, values)
+        found = few(projection)(arguments, values)
         self._structure = self.structure.turned(np.asarray(found))
         self._sizes, self._checks = {}, {}
         return True

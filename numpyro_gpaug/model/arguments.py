@@ -41,14 +41,22 @@ class _Split(NamedTuple):
     static: tuple[Any, tuple[tuple[int, Hashable], ...], Added | None]
 
 
+@jax.tree_util.register_pytree_node_class
 class Arguments(_Split):
-    """Model arguments split for ``jax.jit``: arrays traced, the rest static.
+    """Model arguments split for ``jax.jit``: a pytree of arrays. The rest is static.
 
     :param arrays: the arrays. If some rows do not count, the last one is the number of
         rows that do (:meth:`with_rows`).
     :param static: the tree of the arguments, its other leaves, and the added rows if
         not all rows count.
     """
+
+    def tree_flatten(self) -> Any:
+        return self.arrays, self.static
+
+    @classmethod
+    def tree_unflatten(cls, static: Any, arrays: Any) -> Arguments:
+        return cls(tuple(arrays), static)
 
     @classmethod
     def split(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:

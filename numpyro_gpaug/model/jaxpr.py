@@ -112,17 +112,18 @@ def dependence_tree(fn: Callable[[dict[str, Any]], Any], inputs: dict[str, Any])
     return dependences(*jaxpr_and_tree(fn, inputs), inputs)
 
 
-def dependence_on_arrays(
-    fn: Callable[[tuple[Any, ...]], Any], arrays: tuple[Any, ...]
-) -> Any:
+def dependence_on_arrays(fn: Callable[[Any], Any], tree: Any) -> Any:
     """Return the dependence of every output of ``fn`` on every array.
 
-    :param fn: a function of one tuple of arrays.
-    :param arrays: example arrays, or their shapes.
+    :param fn: a function of one tree of arrays.
+    :param tree: example arrays, or their shapes.
     :return: as from :func:`dependence_tree`, with places among the arrays as names.
     """
-    inputs = {str(i): x for i, x in enumerate(arrays)}
-    return dependence_tree(lambda given: fn(tuple(given[k] for k in inputs)), inputs)
+    leaves, treedef = jax.tree.flatten(tree)
+    inputs = {str(i): x for i, x in enumerate(leaves)}
+    return dependence_tree(
+        lambda given: fn(treedef.unflatten(given[k] for k in inputs)), inputs
+    )
 
 
 def dependences(closed: Any, treedef: Any, inputs: Iterable[str]) -> Any:

@@ -35,6 +35,7 @@ from numpyro_gpaug.math.expectation import (
 )
 from numpyro_gpaug.math.fingerprints import fingerprint
 from numpyro_gpaug.model.affine import Predictors
+from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.correlated_data import covariance_of
 from numpyro_gpaug.model.costs import MAX_DENSE
 from numpyro_gpaug.model.expectation import (
@@ -98,13 +99,12 @@ class JointPredictiveView(JointView):
             return self._marks_of_fields()
         arrays = self.arguments.arrays
 
-        def factors(arrays: tuple[Array, ...]) -> Any:
-            arguments = self.arguments._replace(arrays=arrays)
+        def factors(arguments: Arguments) -> Any:
             here = self.structure, self._model, arguments, self.values, self._key
             view = JointPredictiveView(*here)
             return view._at_zero(view._program.outputs.factors)
 
-        shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays)
+        shapes = jax.tree.map(jax.typeof, self.arguments)
         sources = dependence_on_arrays(factors, shapes)
 
         def mark(name: str) -> Array:

@@ -14,28 +14,28 @@ from numpyro_gpaug.model.joint import JointView
 
 
 def labelled_axes(
-    view: Callable[[Any], JointView], arrays: Any, names: list[str], labels: Labels
+    view: Callable[[Any], JointView], given: Any, names: list[str], labels: Labels
 ) -> dict[str, tuple[str, ...]]:
     """Return, by site, the argument with labels that indexes each axis; empty for an
     axis that none, or several, index.
 
-    :param view: returns the view of the model at its array arguments.
-    :param arrays: the model's array arguments.
+    :param view: returns the view of the model at its arguments.
+    :param given: the model's arguments.
     :param names: the names of their arguments.
     :param labels: labels by argument.
     """
     seen: list[Any] = []
     shapes: dict[str, tuple[int, ...]] = {}
 
-    def reached(arrays: Any) -> Any:
-        here = view(arrays)
+    def reached(given: Any) -> Any:
+        here = view(given)
         found = here.gathers()
         seen[:] = [gather for gather, _ in found]
         shapes.update(here.structure.shapes)
         shapes.update({s.name: s.value_shape for s in here.structure.sites})
         return [extremes for _, extremes in found]
 
-    sources = dependence_on_arrays(reached, arrays)
+    sources = dependence_on_arrays(reached, given)
     axes: dict[str, list[set[str]]] = {}
     for gather, used in zip(seen, sources, strict=True):
         shape = shapes.get(gather.name, ())

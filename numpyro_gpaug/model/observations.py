@@ -54,12 +54,11 @@ def check_observed(
         return
     names: list[str] = []
 
-    def visit(arrays: tuple[Array, ...]) -> None:
-        given = arguments._replace(arrays=arrays)
-        trace = run_model(flat_functions(model), given, jax.random.key(0), {})
+    def visit(arguments: Arguments) -> None:
+        trace = run_model(flat_functions(model), arguments, jax.random.key(0), {})
         names.extend(k for k, site in trace.items() if site["type"] == "sample")
 
-    jax.eval_shape(visit, arguments.arrays)
+    jax.eval_shape(visit, arguments)
     raise unobserved_error(names[-1:])
 
 
@@ -156,15 +155,14 @@ def check_observations(
         return
     flat = flat_functions(model)
 
-    def run(arrays: tuple[Array, ...]) -> Trace:
-        given = arguments._replace(arrays=arrays)
-        return run_model(flat, given, jax.random.key(0), structure.zeros)
+    def run(arguments: Arguments) -> Trace:
+        return run_model(flat, arguments, jax.random.key(0), structure.zeros)
 
     def compiled_flags() -> tuple[list[tuple[str, str]], Any]:
         names: list[tuple[str, str]] = []
 
-        def flags(arrays: tuple[Array, ...]) -> list[Array]:
-            trace = run(arrays)
+        def flags(arguments: Arguments) -> list[Array]:
+            trace = run(arguments)
             data = [k for k in (s.name for s in structure.observed) if k in trace]
             missing = [k for k in data if not trace[k]["is_observed"]]
             if missing and needed:
@@ -173,12 +171,12 @@ def check_observations(
             names[:] = found
             return list(found.values())
 
-        return names, ahead(flags, arguments.arrays)
+        return names, ahead(flags, arguments)
 
     cached = {} if programs is None else programs
     names, compiled = remembered(cached, arguments.shapes, compiled_flags)
     # A guide may be called in a trace that its arguments are not part of.
-    inside_all = compiled(arguments.arrays)
+    inside_all = compiled(arguments)
     for (name, parameter), inside in zip(names, inside_all, strict=True):
         # The model may close over traced values.
         if not isinstance(inside, jax.core.Tracer) and not inside:

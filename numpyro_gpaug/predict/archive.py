@@ -74,8 +74,8 @@ def describe(
         return _stand_in(fn.shape, fn.dtype) if _is_process(message) else None
 
     @precise
-    def numbers(arrays: tuple[Array, ...], values: dict[str, Any]) -> Any:
-        leaves, tree = jax.tree.flatten(kept._replace(arrays=arrays).merge())
+    def numbers(kept: Arguments, values: dict[str, Any]) -> Any:
+        leaves, tree = jax.tree.flatten(kept.merge())
         # Different numbers in every argument, because predictors may depend on any of
         # them.
         args, kwargs = tree.unflatten(  # type: ignore[attr-defined]
@@ -95,7 +95,7 @@ def describe(
         told = (_numbers(m).items() for m in trace.values())
         return kernels, {what: _some(x) for each in told for what, x in each}
 
-    kernels, found = once(numbers, kept.arrays, values)
+    kernels, found = once(numbers, kept, values)
     rounded = {k: tuple(float(f"{x:.6g}") for x in v) for k, v in found.items()}
     return Description(lines, kernels, rounded)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -166,9 +167,7 @@ def average(
     )
     key, rows = random.key(0), question.rows
     first = Arguments.split(*question.scenarios[0])
-    trace = jax.eval_shape(
-        lambda arrays: _sites(model, first._replace(arrays=arrays)), first.arrays
-    )
+    trace = jax.eval_shape(partial(_sites, model), first)
     known = {k: jnp.asarray(samples[k]) for k in trace if k in samples}
     name = _observed(set(trace) - known.keys(), site)
     num = len(next(iter(known.values())))
@@ -176,11 +175,8 @@ def average(
     draws = []
     for scenario in question.scenarios:
         given = Arguments.split(*scenario)
-        static = given.static
 
-        def all_of(arrays: Any, known: Any, rows: Any, static: Any = static) -> Array:
-            here = Arguments(arrays, static)
-
+        def all_of(here: Arguments, known: Any, rows: Any) -> Array:
             def one(i: Array) -> Array:
                 values = {k: x[i] for k, x in known.items()}
                 noise = random.fold_in(key, i)
@@ -189,10 +185,10 @@ def average(
                     run_model(drawn, here, noise, values)[name]["fn"], of, rows
                 )
 
-            return in_chunks(one, num, sum(x.size for x in arrays))
+            return in_chunks(one, num, sum(x.size for x in here.arrays))
 
         program = programs.setdefault(given.shapes, jax.jit(all_of))
-        draws.append(program(given.arrays, known, rows))
+        draws.append(program(given, known, rows))
     return question.answered(draws, None)
 
 

@@ -84,7 +84,7 @@ class Predictor:
         self._answers = kind(structure, guide.function_posterior)
         self.named, self.observed = self._answers.named, self._answers.observed
         self.other_sites = self._answers.other_sites
-        static = "what", "static", "site", "num", "grouped", "unpadded", "of"
+        static = "what", "site", "num", "grouped", "unpadded", "of"
         self._compiled = few(self._answer, static_argnames=static)
         # Programs and results of tracing, by kind and shapes of arguments.
         self._cache: dict[Any, Any] = {}
@@ -157,9 +157,8 @@ class Predictor:
         on_devices = on_mesh(arguments.mesh or mesh_of_latents(fitted))
         with on_devices, threads_for(self.structure.largest):
             ordered, prepared = self._compiled(
-                arguments.arrays, fitted, prepared, known, what=what,
-                static=arguments.static, site=site, **how,
-            )  # fmt: skip
+                arguments, fitted, prepared, known, what=what, site=site, **how
+            )
             if not is_traced(arguments):
                 # The limit on threads ends here, so the work must end here, too.
                 jax.block_until_ready(ordered.tree)
@@ -247,29 +246,28 @@ class Predictor:
     def _shapes_of(
         self, what: str, arguments: Arguments, fitted: Fitted, site: str, **how: Any
     ) -> Any:
-        def run(arrays: tuple[Array, ...], fitted: Fitted) -> tuple[Any, Prepared]:
+        def run(arguments: Arguments, fitted: Fitted) -> tuple[Any, Prepared]:
             answer, ready = self._answer(
-                arrays, fitted, None, None, what, arguments.static, site, **how
+                arguments, fitted, None, None, what, site, **how
             )
             return answer.tree, ready
 
-        return jax.eval_shape(run, arguments.arrays, fitted)
+        return jax.eval_shape(run, arguments, fitted)
 
     def _prepared_shapes(self, arguments: Arguments, fitted: Fitted) -> Prepared:
         """Return the shapes of the quantities that predictions prepare; the prediction
         itself is not traced for them."""
-        static = arguments.static
 
-        def run(arrays: tuple[Array, ...], fitted: Fitted) -> Prepared:
+        def run(arguments: Arguments, fitted: Fitted) -> Prepared:
             def one(fitted: Fitted, *_: Any) -> tuple[Ordered, Prepared]:
-                view = self._view(arrays, static, fitted)
+                view = self._view(arguments, fitted)
                 return Ordered(()), self._prepare(view, fitted)
 
             return over_members(one, fitted, None)[1]
 
         return self._cached(
             "prepared", (fitted.size, arguments.shapes),
-            lambda: jax.eval_shape(run, arguments.arrays, fitted),
+            lambda: jax.eval_shape(run, arguments, fitted),
         )  # fmt: skip
 
     @one_thread
@@ -298,13 +296,12 @@ class Predictor:
         """
         if not self.structure.joint:
             return None
-        static = arguments.static
 
-        def slopes(arrays: tuple[Array, ...]) -> Array:
-            return self._view(arrays, static, fitted.first).slopes()
+        def slopes(arguments: Arguments) -> Array:
+            return self._view(arguments, fitted.first).slopes()
 
         def found() -> tuple[str, ...]:
-            used = dependence_on_arrays(slopes, arguments.arrays).state
+            used = dependence_on_arrays(slopes, arguments).state
             names = names_of_arrays(self.model, *arguments.merge())
             return tuple(names[int(i)] for i in used)
 
@@ -337,13 +334,12 @@ class Predictor:
         """
         if not self.structure.joint:
             return {}
-        static = arguments.static
 
-        def view(arrays: Any) -> Any:
-            return self._view(arrays, static, fitted.first)
+        def view(arguments: Arguments) -> Any:
+            return self._view(arguments, fitted.first)
 
         names = names_of_arrays(self.model, *arguments.merge())
-        return labelled_axes(view, arguments.arrays, names, labels)
+        return labelled_axes(view, arguments, names, labels)
 
     @one_thread
     def completed(self, arguments: Arguments, fitted: Fitted) -> Fitted:
@@ -355,16 +351,14 @@ class Predictor:
         names = {times_of(name) for name in self.structure.process_names}
         if not (names and self.structure.joint):
             return fitted
-        static = arguments.static  # the program outlives the arrays
 
-        def times(arrays: Any, values: dict[str, Any]) -> dict[str, Array]:
+        def times(arguments: Arguments, values: dict[str, Any]) -> dict[str, Array]:
             flat = flat_functions(self._without_data())
-            given = Arguments(arrays, static)
-            trace = run_model(flat, given, random.key(0), values)
+            trace = run_model(flat, arguments, random.key(0), values)
             return {k: site["value"] for k, site in trace.items() if k in names}
 
         program = self._cached("times", arguments.shapes, lambda: few(times))
-        found = program(arguments.arrays, fitted.first.values)
+        found = program(arguments, fitted.first.values)
         return fitted._replace(values={**fitted.values, **found})
 
     @one_thread
@@ -384,10 +378,9 @@ class Predictor:
         """
         if not self.structure.joint:
             return False
-        static = arguments.static  # the program outlives the arrays
 
-        def checks(arrays: Any, fitted: Fitted) -> Any:
-            view = self._view(arrays, static, fitted)
+        def checks(arguments: Arguments, fitted: Fitted) -> Any:
+            view = self._view(arguments, fitted)
             gathers = view.gathers()
             indexed[:] = [gather for gather, _ in gathers]
             reached = [extremes for _, extremes in gathers]
@@ -397,7 +390,7 @@ class Predictor:
         program = self._cached(
             "checks", (arguments.shapes, site), lambda: (few(checks), indexed)
         )
-        reached, here, (needed, whole) = program[0](arguments.arrays, fitted.first)
+        reached, here, (needed, whole) = program[0](arguments, fitted.first)
         check_groups(needed, f"values of {site!r}")
         for gather, extremes in zip(program[1], reached, strict=True):
             if wrong := gather.bad(extremes):
@@ -420,36 +413,28 @@ class Predictor:
                 )
         return float(whole) < ROUNDING
 
-    def _known_at(self, arguments: Arguments) -> Callable[[Any, Fitted], Any]:
-        """Compute what :meth:`sites` compiles, a pure function of arrays and of the
-        fit: moments of all Gaussian sites, a checksum of their factors, and quadrature
-        errors."""
-        static = arguments.static  # the program outlives the arrays
+    def _known_at(self, arguments: Arguments, fitted: Fitted) -> Any:
+        """Return moments of all Gaussian sites, a checksum of their factors, and
+        quadrature errors; see :meth:`sites`."""
 
-        def sites(
-            arrays: Any, fitted: Fitted
-        ) -> tuple[dict[str, SiteMoments], Any, Any]:
-            view = self._view(arrays, static, fitted)
+        def sites(fitted: Fitted) -> tuple[dict[str, SiteMoments], Any, Any]:
+            view = self._view(arguments, fitted)
             q = self._moments(fitted.own)[JOINT]
             found = {s.name: _site(view, s.name, q) for s in view.structure.sites}
             return found, view, q
 
-        def known(arrays: Any, fitted: Fitted) -> Any:
-            first, view, q = sites(arrays, fitted.first)
-            marks, errors = view.marks(), view.rule_errors(q)
-            if fitted.members is None:
-                return first, marks, errors
-            weights = jnp.exp(fitted.members.log_weights)
-            means = {k: x.mean for k, x in first.items()}
+        first, view, q = sites(fitted.first)
+        marks, errors = view.marks(), view.rule_errors(q)
+        if fitted.members is None:
+            return first, marks, errors
+        weights = jnp.exp(fitted.members.log_weights)
+        means = {k: x.mean for k, x in first.items()}
 
-            def about(fitted: Fitted) -> dict[str, SiteMoments]:
-                each, *_ = sites(arrays, fitted)
-                return {k: x.about(means[k]) for k, x in each.items()}
+        def about(fitted: Fitted) -> dict[str, SiteMoments]:
+            return {k: x.about(means[k]) for k, x in sites(fitted)[0].items()}
 
-            total = averaged(about, fitted, weights)
-            return {k: x.centred(means[k]) for k, x in total.items()}, marks, errors
-
-        return known
+        total = averaged(about, fitted, weights)
+        return {k: x.centred(means[k]) for k, x in total.items()}, marks, errors
 
     @one_thread
     def sites(
@@ -465,10 +450,10 @@ class Predictor:
         if not self.structure.joint:
             return {}, {}, {}
         program = self._cached(
-            "sites", arguments.shapes, lambda: few(self._known_at(arguments))
+            "sites", arguments.shapes, lambda: few(partial(self._known_at))
         )
         with threads_for(self.structure.largest):
-            found = program(arguments.arrays, fitted)
+            found = program(arguments, fitted)
             # All results of a program become available together.
             jax.block_until_ready(jax.tree.leaves(found)[:1])
         at, marks, errors = found
@@ -499,7 +484,7 @@ class Predictor:
         if not self.structure.joint:
             weights = self.weights(fitted).items()
             return {k: SiteMoments(x.mean, x.variance) for k, x in weights}
-        view = self._view(*arguments, fitted)
+        view = self._view(arguments, fitted)
         q = self._moments(fitted.own)[JOINT]
         return {k: _site(view, k, q) for k in self.shown()}
 
@@ -513,11 +498,12 @@ class Predictor:
         :param fitted: the fitted quantities.
         :param means: means of the sites in the mixture.
         """
-        static = arguments.static  # the program outlives the arrays
 
-        def covariances(arrays: Any, fitted: Fitted, means: dict[str, Array]) -> Any:
+        def covariances(
+            arguments: Arguments, fitted: Fitted, means: dict[str, Array]
+        ) -> Any:
             def of_one(fitted: Fitted) -> dict[str, Array]:
-                view = self._view(arrays, static, fitted)
+                view = self._view(arguments, fitted)
                 q, found = self._moments(fitted.own)[JOINT], {}
                 for k, mean in means.items():
                     map_ = view.affine(k).matrices
@@ -533,7 +519,7 @@ class Predictor:
             "covariances", arguments.shapes, lambda: few(covariances)
         )
         with threads_for(self.structure.largest), self.running():
-            return jax.block_until_ready(program(arguments.arrays, fitted, means))
+            return jax.block_until_ready(program(arguments, fitted, means))
 
     def predicted(self, site: str | None) -> Observed:
         """Return the observed site whose new observations are predicted: like
@@ -556,12 +542,11 @@ class Predictor:
 
     def _answer(
         self,
-        arrays: tuple[Array, ...],
+        arguments: Arguments,
         fitted: Fitted,
         prepared: Prepared | None,
         known: Array | None,
         what: str,
-        static: Any,
         site: str,
         *,
         grouped: bool = False,
@@ -573,14 +558,14 @@ class Predictor:
         def one(
             fitted: Fitted, prepared: Prepared | None, number: Any
         ) -> tuple[Ordered, Prepared]:
-            view = self._view(arrays, static, fitted, grouped=grouped)
+            view = self._view(arguments, fitted, grouped=grouped)
             if what == "y":
                 shapes.append(view.message(site)["fn"].shape())
 
             def prepare() -> Prepared:
                 # From a view of its own, because values that a view keeps must not come
                 # from a branch.
-                return self._prepare(self._view(arrays, static, fitted), fitted)
+                return self._prepare(self._view(arguments, fitted), fitted)
 
             if prepared is None:
                 ready = prepare()
@@ -622,10 +607,9 @@ class Predictor:
         return handlers.substitute(whole, substitute_fn=unobserved)
 
     def _view(
-        self, arrays: Any, static: Any, fitted: Fitted, *, grouped: bool = False
+        self, arguments: Arguments, fitted: Fitted, *, grouped: bool = False
     ) -> Any:
         model = self._without_data()
-        arguments = Arguments(arrays, static)
         here = self._cached(
             "structure", arguments.shapes,
             lambda: self._answers.structure_at(model, arguments),

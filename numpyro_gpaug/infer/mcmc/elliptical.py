@@ -246,14 +246,13 @@ class EllipticalSlice(GaussianKernel):
             return False
         mixed: list[str] = []
 
-        def abstract(arrays: tuple[Array, ...]) -> None:
-            given = arguments._replace(arrays=arrays)
-            view = ModelView(blocks, self._model, given, {}, random.key(0))
+        def abstract(arguments: Arguments) -> None:
+            view = ModelView(blocks, self._model, arguments, {}, random.key(0))
             mixed.extend(view.coupled())
             if self._fit is None:
                 mixed.extend(k for k, x in view.selected().items() if x is not None)
 
-        jax.eval_shape(abstract, arguments.arrays)
+        jax.eval_shape(abstract, arguments)
         return not mixed
 
     def _refuse_open(self, blocks: Structure) -> None:
@@ -299,14 +298,13 @@ class EllipticalSlice(GaussianKernel):
                 )
 
         @jax.jit
-        def params(arrays: tuple[Array, ...]) -> dict[str, Any]:
-            given, key = arguments._replace(arrays=arrays), random.key(0)
-            zeros = self.structure.zeros
-            trace = run_model(flat_functions(self._model), given, key, zeros)
+        def params(arguments: Arguments) -> dict[str, Any]:
+            flat, zeros = flat_functions(self._model), self.structure.zeros
+            trace = run_model(flat, arguments, random.key(0), zeros)
             names = self._params.keys() & trace.keys()
             return {k: trace[k]["value"] for k in names if trace[k]["type"] == "param"}
 
-        for name, value in params(arguments.arrays).items():
+        for name, value in params(arguments).items():
             pairs = zip(*map(jax.tree.leaves, (value, self._params[name])), strict=True)
             for now, fitted in pairs:
                 if not isinstance(now, jax.core.Tracer) and not np.allclose(

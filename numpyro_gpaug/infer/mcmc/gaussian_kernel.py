@@ -132,15 +132,13 @@ class GaussianKernel(MCMCKernel):
 
         # In one program, because single operations take many times as long.
         @jax.jit
-        def start(keys: Array, values: Values, arrays: tuple[Array, ...]) -> Any:
-            given = arguments._replace(arrays=arrays)
-
+        def start(keys: Array, values: Values, given: Arguments) -> Any:
             def first(key: Array, values: Values) -> Any:
                 return self._first(key, values, given)
 
             return (first if is_prng_key(keys) else jax.vmap(first))(keys, values)
 
-        state = start(rng_key, init_params or {}, arguments.arrays)
+        state = start(rng_key, init_params or {}, arguments)
         self._refuse_broken(state, arguments)
         self._sample_fn = self._step
         return state

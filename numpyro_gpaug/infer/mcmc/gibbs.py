@@ -141,15 +141,15 @@ class AugmentedGaussian(GaussianKernel):
     def _divided(self, arguments: Arguments) -> Sequence[Part]:
         found: list[Part] = []
 
-        def abstract(arrays: tuple[Array, ...]) -> None:
-            view = self._view(arguments._replace(arrays=arrays), {})
+        def abstract(arguments: Arguments) -> None:
+            view = self._view(arguments, {})
             self._refuse(view)
             parts = parts_of(self.structure, view.independent)
             # Parts without auxiliaries are drawn first. The auxiliaries in a sample are
             # then the ones given which its latents were drawn.
             found[:] = sorted(parts, key=lambda part: any(self._augments(part, view)))
 
-        jax.eval_shape(abstract, arguments.arrays)
+        jax.eval_shape(abstract, arguments)
         return [
             part if part.process else part._replace(
                 structure=in_form(part.structure, self._model, SAMPLE, arguments)

@@ -228,9 +228,8 @@ def warn_of_units(
         return
     names: list[str] = []
 
-    def measured(arrays: tuple[Any, ...]) -> list[Any] | None:
-        given = arguments._replace(arrays=arrays)
-        trace = run_model(flat_functions(model), given, any_key(), structure.zeros)
+    def measured(arguments: Arguments) -> list[Any] | None:
+        trace = run_model(flat_functions(model), arguments, any_key(), structure.zeros)
         sites = [m for m in trace.values() if m.get("is_observed")]
         # Factors, weights and counts have large losses for other reasons.
         if any(m["scale"] is not None or m["fn"].is_discrete for m in sites):
@@ -240,7 +239,7 @@ def warn_of_units(
         pairs = zip(sites, masks, strict=True)
         return [jnp.where(mask, m["value"], jnp.nan) for m, mask in pairs]
 
-    values = once(measured, arguments.arrays)
+    values = once(measured, arguments)
     data = [x[np.isfinite(x)] for x in map(np.asarray, values or ())]
     if not data or any(x.size < 2 or not x.std() for x in data):
         return

@@ -299,9 +299,7 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         self._programs.keep_up()
         plan = self._programs.plan_at(arguments, state)
         with on_mesh(arguments.mesh):
-            return self._programs.loss(
-                state, arguments.arrays, plan=plan, static=arguments.static
-            )
+            return self._programs.loss(state, arguments, plan=plan)
 
     @_of_the_model_now
     def run(

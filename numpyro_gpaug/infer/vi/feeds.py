@@ -90,8 +90,8 @@ class InMemory(Feed):
         overwritten."""
         with on_mesh(self.mesh):
             return self._programs.advance(
-                state, np.int32(wanted), tol, self._data, self._arguments.arrays,
-                plan=self._plan, static=self._arguments.static,
+                state, np.int32(wanted), tol, self._data, self._arguments,
+                plan=self._plan,
             )  # fmt: skip
 
     def steps(self, state: ConjugateState, wanted: int, tol: np.ndarray) -> Taken:
@@ -100,9 +100,8 @@ class InMemory(Feed):
 
     @one_thread
     def bounds(self, state: ConjugateState) -> Array:
-        arrays, static = self._arguments
         with on_mesh(self.mesh):
-            return self._programs.bounds(state, arrays, plan=self._plan, static=static)
+            return self._programs.bounds(state, self._arguments, plan=self._plan)
 
 
 class Given(NamedTuple):
@@ -245,7 +244,7 @@ class Reader:
                 leaves, self._first.arrays, self._of_batches, strict=True
             )
         )
-        return Arguments(arrays, self._first.static)
+        return self._first._replace(arrays=arrays)
 
     def stacked(self, batches: list[Any], places: int) -> Stacked:
         """Return arguments with stacked batches.
@@ -263,7 +262,7 @@ class Reader:
                 strict=True,
             )
         )  # fmt: skip
-        return Stacked(arrays, (self._first.static, self._of_batches))
+        return Stacked(self._first._replace(arrays=arrays), self._of_batches)
 
     def from_batch(self, number: int) -> Iterator[Any]:
         """Yield batches without end.
@@ -374,12 +373,11 @@ class Minibatches(Feed):
         while wanted:
             number = min(wanted, self._reader.together)
             batches = self._reader.some(self._coming, number)
-            arrays, static = self._reader.stacked(batches, self._reader.together)
+            stacked = self._reader.stacked(batches, self._reader.together)
             with on_mesh(self.mesh):
                 state, losses, valid = self._advance(
-                    state, np.int32(number), self._data, arrays, plan=self._plan,
-                    static=static,
-                )  # fmt: skip
+                    state, np.int32(number), self._data, stacked, plan=self._plan
+                )
             found.append((losses, valid, number))
             taken += batches
             wanted -= number
@@ -401,9 +399,8 @@ class Minibatches(Feed):
             with closing(batches):
                 first = self._reader.some(batches, BATCHES)
             self._compared = self._reader.stacked(first, BATCHES)
-        arrays, static = self._compared
         with on_mesh(self.mesh):
-            return self._bounds_of(state, arrays, plan=self._plan, static=static)
+            return self._bounds_of(state, self._compared, plan=self._plan)
 
     def close(self) -> None:
         """Stop the thread that reads."""

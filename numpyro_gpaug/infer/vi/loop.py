@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from numpyro_gpaug.infer.vi.start import read_params
 from numpyro_gpaug.infer.vi.state import ConjugateState, unknown_bound
 from numpyro_gpaug.infer.vi.stepper import Stepper
 from numpyro_gpaug.infer.vi.stopping import counted, patience
+from numpyro_gpaug.math.arrays import STATIC
 from numpyro_gpaug.math.sharding import latents_apart
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.observations import all_valid
@@ -35,9 +37,8 @@ def run_chunk(
     num_steps: Array,
     tol: Array,
     data: Array,
-    arrays: tuple[Array, ...],
+    arguments: Arguments,
     plan: Plan,
-    static: Any,
 ) -> tuple[ConjugateState, Array, Array, dict[str, Any]]:
     """Take up to ``num_steps`` (at most ``CHUNK``) steps in one compiled loop.
 
@@ -46,13 +47,12 @@ def run_chunk(
     :param tol: stop once the bound has not risen by ``tol`` for some steps; 0 for
         never.
     :param data: fingerprint of the data.
-    :param arrays: array arguments of the model.
+    :param arguments: the model's arguments.
     :param plan: the plan of the fit.
-    :param static: the model's other arguments.
     :return: the state, losses (CHUNK,), the number of steps taken, and constrained
         params.
     """
-    stepper = Stepper(plan, Arguments(arrays, static))
+    stepper = Stepper(plan, arguments)
     state, losses, taken, *_ = stepped(stepper, state, num_steps, tol, data)
     params = read_params(plan.guide, state.hyper.values, state.natural)
     return state, losses, taken, params
@@ -113,44 +113,43 @@ def stepped(
     return state, losses, taken, problem, evaluation
 
 
-class Stacked(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Stacked:
     """Arguments with several batches.
 
-    :param arrays: array arguments of the model; arrays of batches have a leading axis
-        over the batches.
-    :param static: its other arguments, and the arrays that belong to batches.
+    :param arguments: the model's arguments; arrays of batches have a leading axis over
+        the batches.
+    :param which: the arrays that belong to batches.
     """
 
-    arrays: tuple[Any, ...]
-    static: tuple[Any, tuple[bool, ...]]
+    arguments: Arguments
+    which: tuple[bool, ...] = field(metadata=STATIC)
 
     def one(self, i: Any) -> Arguments:
         """Return the arguments with one of the batches, by its number."""
-        static, of_batches = self.static
-        pairs = zip(self.arrays, of_batches, strict=True)
-        return Arguments(tuple(x[i] if of else x for x, of in pairs), static)
+        pairs = zip(self.arguments.arrays, self.which, strict=True)
+        arrays = tuple(x[i] if of else x for x, of in pairs)
+        return self.arguments._replace(arrays=arrays)
 
 
 def run_batches(
     state: ConjugateState,
     num_steps: Array,
     data: Array,
-    arrays: tuple[Array, ...],
+    batches: Stacked,
     plan: Plan,
-    static: Any,
 ) -> tuple[ConjugateState, Array, Array]:
     """Take one step on each of the batches that are passed in, in one compiled loop.
 
     :param state: the state to start from.
     :param num_steps: number of steps, and of valid entries in the stack of batches.
     :param data: fingerprint of the data.
-    :param arrays: see :class:`Stacked`.
+    :param batches: the batches.
     :param plan: the plan of the fit at one batch.
-    :param static: see :class:`Stacked`.
     :return: the state, losses, and whether each batch is valid; the first ``num_steps``
         entries count.
     """
-    batches = Stacked(arrays, static)
     state = state._replace(data=data)
 
     def body(i: Array, carry: Any) -> Any:
@@ -165,34 +164,24 @@ def run_batches(
     return lax.fori_loop(0, num_steps, body, start)
 
 
-def evaluate(
-    state: ConjugateState,
-    arrays: tuple[Array, ...],
-    plan: Plan,
-    static: Any,
-) -> Array:
-    """Return the loss of a state on the data in ``arrays``."""
-    stepper = Stepper(plan, Arguments(arrays, static))
+def evaluate(state: ConjugateState, arguments: Arguments, plan: Plan) -> Array:
+    """Return the loss of a state on the data in the arguments."""
+    stepper = Stepper(plan, arguments)
     return -stepper.evaluate(state, stepper.key(state), {}).bound
 
 
 def bounds_of_batches(
-    state: ConjugateState,
-    arrays: tuple[Array, ...],
-    plan: Plan,
-    static: Any,
+    state: ConjugateState, given: Arguments | Stacked, plan: Plan
 ) -> Array:
     """Return the bounds of a state on fixed minibatches, with fixed draws of other
     latents, (BATCHES,).
 
-    :param static: the model's other arguments; for batches that are passed in, see
-        :class:`Stacked`, also for ``arrays``.
+    :param given: the model's arguments, or batches that are passed in.
     """
 
-    def one(given: tuple[Array, Array]) -> Array:
-        i, key = given
-        stacked, whole = Stacked(arrays, static), Arguments(arrays, static)
-        here = stacked.one(i) if plan.passed else whole
+    def one(each: tuple[Array, Array]) -> Array:
+        i, key = each
+        here = given.one(i) if isinstance(given, Stacked) else given
         indices = drawn_batch(plan.structure, key, plan.passed)
         return Stepper(plan, here).evaluate(state, key, indices).bound
 

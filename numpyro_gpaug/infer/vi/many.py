@@ -99,7 +99,9 @@ def fit_lanes(
     """
 
     def start(arrays: Any, given: Any) -> Any:
-        found = initial_state(settings, model, guide, arrays, key, given, static)
+        found = initial_state(
+            settings, model, guide, Arguments(arrays, static), key, given
+        )
         return quasi_newton.within(found[0], num_steps), *found[1:]
 
     def one(arrays: Any) -> Fit:

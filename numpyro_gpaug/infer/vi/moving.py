@@ -37,9 +37,7 @@ class InducingMoves:
     def __init__(self, model: Callable[..., Any]) -> None:
         self._model = model
         self._sources: dict[Any, tuple[str, ...]] = {}
-        self._program: Any = one_thread(
-            few(self._moved, static_argnames=("before", "after"))
-        )
+        self._program: Any = one_thread(few(self._moved))
 
     def changed(
         self,
@@ -104,10 +102,7 @@ class InducingMoves:
             for hyperparameters that have changed with them.
         :raises NotImplementedError: for separate inducing inputs per latent.
         """
-        moved, lost, shifts = self._program(
-            before.arrays, after.arrays, values, moments,
-            before=before.static, after=after.static,
-        )  # fmt: skip
+        moved, lost, shifts = self._program(before, after, values, moments)
         for name, shift in shifts.items():
             if not float(shift) < _SAME:
                 raise ValueError(
@@ -119,15 +114,12 @@ class InducingMoves:
     @precise
     def _moved(
         self,
-        before_arrays: Any,
-        after_arrays: Any,
+        before: Arguments,
+        after: Arguments,
         values: Any,
         moments: dict[str, Moments],
-        before: Any,
-        after: Any,
     ) -> tuple[dict[str, Moments], Array, dict[str, Array]]:
-        old = self._processes(Arguments(before_arrays, before), values)
-        new = self._processes(Arguments(after_arrays, after), values)
+        old, new = (self._processes(each, values) for each in (before, after))
         moved, lost, shifts = dict(moments), jnp.zeros(()), {}
         for name, gp in old.items():
             _check(name, gp, new[name])

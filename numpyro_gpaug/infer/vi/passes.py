@@ -89,9 +89,8 @@ def add_block(
     params: dict[str, Any],
     key: Array,
     before: Pass,
-    arrays: tuple[Array, ...],
+    arguments: Arguments,
     plan: Plan,
-    static: Any,
     augmented: Array | None,
 ) -> Pass:
     """Return a pass with one more block of rows.
@@ -99,15 +98,14 @@ def add_block(
     :param params: unconstrained params.
     :param key: random key.
     :param before: the pass so far.
-    :param arrays: array arguments of the model.
+    :param arguments: the model's arguments.
     :param plan: the plan of the fit.
-    :param static: the model's other arguments.
     :param augmented: whether factors come from the augmented bound; ``None`` if they
         never do.
     :raises NotImplementedError: for processes whose latents share outputs, and for
         latents that a plate draws.
     """
-    stepper = Stepper(plan, Arguments(arrays, static))
+    stepper = Stepper(plan, arguments)
     problem = stepper.problem(params, key, {})
     drawn = any(latents is not None for latents in problem.latents.values())
     if problem.coupled or drawn:
@@ -140,7 +138,7 @@ def add_block(
     bound, rounding = problem.bound(value, at.divergences)
     priors = {name: problem.priors[name].natural for name in found}
     targets = jax.tree.map(jnp.add, priors, found)
-    valid = all_valid(plan.model, plan.structure, Arguments(arrays, static))
+    valid = all_valid(plan.model, plan.structure, arguments)
     return Pass(
         before.natural, bound, rounding, value, found, pushes, means, ascents, targets,
         values, unresolved, before.valid & valid, before.rise,
@@ -153,9 +151,8 @@ def add_gradient(
     before: dict[str, Array],
     at: Pass,
     share: Array,
-    arrays: tuple[Array, ...],
+    arguments: Arguments,
     plan: Plan,
-    static: Any,
 ) -> dict[str, Array]:
     """Add the gradient of one more block to the gradient of the bound with respect to
     hyperparameters.
@@ -166,11 +163,10 @@ def add_gradient(
     :param at: the pass at these params.
     :param share: 1 for the first block, which has all terms that are not sums over
         rows, and 0 for others.
-    :param arrays: array arguments of the model.
+    :param arguments: the model's arguments.
     :param plan: the plan of the fit.
-    :param static: the model's other arguments.
     """
-    stepper = Stepper(plan, Arguments(arrays, static))
+    stepper = Stepper(plan, arguments)
     problem, pullback = stepper.problem_and_pullback(params, key, {})
     here = problem.evaluate(at.natural)
     corrections = problem.newton(here, at.ascents)
@@ -238,8 +234,7 @@ class InBlocks:
         for arguments, plan in self._blocks():
             with on_mesh(self._reader.mesh):
                 at = self._add(
-                    self._params, self._key, at, arguments.arrays, plan=plan,
-                    static=arguments.static,
+                    self._params, self._key, at, arguments, plan=plan,
                     augmented=augmented if self._plan.starts_augmented else None,
                 )  # fmt: skip
         shares = {name: none / all_ for name, (none, all_) in at.values.items()}
@@ -280,9 +275,8 @@ class InBlocks:
         for arguments, plan in self._blocks():
             with on_mesh(self._reader.mesh):
                 ascent = self._add_slopes(
-                    self._params, self._key, ascent, at, share, arguments.arrays,
-                    plan=plan, static=arguments.static,
-                )  # fmt: skip
+                    self._params, self._key, ascent, at, share, arguments, plan=plan
+                )
             share = jnp.zeros_like(share)
         return ascent
 

@@ -99,7 +99,7 @@ class Programs:
         self._paces: dict[tuple[Plan, int], Pace] = {}
         self.begin = jit(
             partial(initial_state, settings, model, guide),
-            static_argnames=("static", "batch"),
+            static_argnames="batch",
         )
         # Each is a function of its own, because all programs of one function share a
         # cache. The state is donated, because with many latents a second copy would not
@@ -107,7 +107,7 @@ class Programs:
         self.advance, self.advance_batches = (
             jit(
                 fn, held="plan", work=attrgetter("densities"),
-                static_argnames=("plan", "static"), donate_argnames="state",
+                static_argnames="plan", donate_argnames="state",
             )
             for fn in (run_chunk, run_batches)
         )  # fmt: skip
@@ -118,7 +118,7 @@ class Programs:
             static_argnames=static,
         )  # fmt: skip
         self.loss, self.bounds, self.sums, self.slopes = (
-            jit(partial(fn), static_argnames=("plan", "static"))
+            jit(partial(fn), static_argnames="plan")
             for fn in (evaluate, bounds_of_batches, add_block, add_gradient)
         )
 
@@ -237,9 +237,7 @@ class Programs:
         if values:
             check_given(values, self._declared(given, key), self._guide.structure)
         with on_mesh(arguments.mesh):
-            state, params, seen, valid = self.begin(
-                arguments.arrays, key, values, static=arguments.static, batch=batch
-            )
+            state, params, seen, valid = self.begin(arguments, key, values, batch=batch)
         if seen is not None:
             seen.check()
         check_start(self._model, self._guide, given, params, valid, values)
@@ -248,10 +246,7 @@ class Programs:
 
     def _declared(self, arguments: Arguments, key: Array) -> dict[str, Any]:
         """Return the shapes of the params that model and guide declare."""
-        begun = self.begin.plain.eval_shape(
-            arguments.arrays, key, {}, static=arguments.static, batch=None
-        )
-        return begun[1]
+        return self.begin.plain.eval_shape(arguments, key, {}, batch=None)[1]
 
     def fit_each(
         self,
@@ -307,12 +302,7 @@ class Programs:
                 failure = error
         else:
             raise failure
-
-        def params() -> Any:
-            static = arguments.static
-            return self.begin(arguments.arrays, key, {}, static=static)[1]
-
-        plan = self.plan(arguments, params)
+        plan = self.plan(arguments, lambda: self.begin(arguments, key, {})[1])
         if plan.noisy:
             raise ValueError(
                 "run_many compares bounds, which minibatches and latents drawn at "

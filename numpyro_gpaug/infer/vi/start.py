@@ -43,10 +43,9 @@ def initial_state(
     settings: Settings,
     model: Callable[..., Any],
     guide: ConjugateGuide,
-    arrays: tuple[Array, ...],
+    arguments: Arguments,
     key: Array,
     given: dict[str, Any],
-    static: Any,
     batch: Batch | None = None,
 ) -> tuple[ConjugateState, dict[str, Any], Codes | None, dict[tuple[str, str], Array]]:
     """Return the initial state, its constrained params, the dependence of data on
@@ -56,13 +55,11 @@ def initial_state(
     :param settings: options of the fit.
     :param model: the model.
     :param guide: its guide, set up.
-    :param arrays: array arguments of the model.
+    :param arguments: the model's arguments.
     :param key: random key.
     :param given: constrained values to start from instead, by param name.
-    :param static: the model's other arguments.
     :param batch: the numbers of rows, if the arguments are a batch.
     """
-    arguments = Arguments(arrays, static)
     structure = guide.structure_at(arguments)
     passed: tuple[str, ...] = ()
     if batch is not None:

@@ -144,8 +144,7 @@ class Stream:
         self._guide = self._guide_of(model)
         self._svi = ConjugateSVI(model, self._guide, self._optim)
         self._moments: Any = one_thread(jax.jit(self._guide.moments))
-        blended = jax.jit(self._blended, static_argnames="static")
-        self._towards_prior: Any = one_thread(blended)
+        self._towards_prior: Any = one_thread(jax.jit(self._blended))
 
     def update(self, *args: Any, **kwargs: Any) -> Posterior:
         """Learn from a batch.
@@ -207,8 +206,7 @@ class Stream:
         if self.forgetting < 1:
             arguments = Arguments.split(args, kwargs)
             self._guide.setup(*args, **kwargs)
-            given = arguments.arrays, values, moments
-            moments = self._towards_prior(*given, static=arguments.static)
+            moments = self._towards_prior(arguments, values, moments)
         if not old:
             return posterior, moments, 0.0
         before = Arguments.split(args, {**kwargs, **old})
@@ -233,13 +231,13 @@ class Stream:
         return guide
 
     def _blended(
-        self, arrays: Any, values: Any, moments: dict[str, Moments], static: Any
+        self, arguments: Arguments, values: Any, moments: dict[str, Moments]
     ) -> dict[str, Moments]:
         """Return ``q^g p^(1 - g)`` for every block, with the forgetting factor g.
         Priors of processes are standard normal, wherever inducing inputs are."""
         guide, share = self._guide, self.forgetting
         flat, key = flat_functions(guide.model), jax.random.key(0)
-        trace = run_model(flat, Arguments(arrays, static), key, values)
+        trace = run_model(flat, arguments, key, values)
 
         def of_block(q: Moments, block: Block) -> Moments:
             prior = Prior(jnp.zeros_like(q.mean), jnp.ones_like(q.mean))
