@@ -181,7 +181,7 @@ def check_observations(
         # The model may close over traced values.
         if not isinstance(inside, jax.core.Tracer) and not inside:
             with numpyro.validation_enabled(is_validate=False):
-                message = run(arguments.arrays)[name]
+                message = run(arguments)[name]
             raise invalid_error(name, parameter, message)
 
 
