@@ -17,7 +17,9 @@ first (:mod:`~numpyro_gpaug.infer.vi.first_order`).
 
 Rounding makes bounds noisy, and the search continues if the bound fell by no more than
 the noise. The current point is therefore not always the best one. A fit keeps the best
-point, and measures decreases from it, because they would add up otherwise.
+point, and measures decreases from the highest bound, because they would add up
+otherwise. Of two points whose bounds differ by rounding, the slopes between them show
+which one is better.
 
 References: Nocedal and Wright (2006), Numerical Optimization, sections 3.1, 3.5, 7.2;
 Xie, Byrd and Nocedal (2020), Analysis of the BFGS method with errors.
@@ -83,6 +85,8 @@ class Search(NamedTuple):
     :param unresolved: the error of the best bound due to rounding of matrices.
     :param exhausted: whether no update makes the bound rise any more.
     :param fresh: whether no direction has failed yet.
+    :param gained: the increase of the bound since the best values, by the slopes at
+        both ends of each update.
     :param ascent: the first-order phase before the search; empty if there is none.
     """
 
@@ -94,6 +98,7 @@ class Search(NamedTuple):
     unresolved: Array
     exhausted: Array
     fresh: Array
+    gained: Array
     ascent: Ascent | tuple[()]
 
 
@@ -108,7 +113,7 @@ def start(values: dict[str, Any], free: int = 0) -> Search:
     memory = Memory.empty(flat, min(most, EACH * max(flat.size, 1)))
     zero, no = jnp.zeros((), flat.dtype), jnp.array(False)
     ascent = Ascent.start(flat, free)
-    return Search(memory, flat, memory.point, no, zero, zero, no, ~no, ascent)
+    return Search(memory, flat, memory.point, no, zero, zero, no, ~no, zero, ascent)
 
 
 def within(state: Any, num_steps: Any) -> Any:
@@ -205,11 +210,15 @@ def accepted(
     update, memory = _either(
         further, (longer, memory), (_limited(added.direction()), added)
     )
+    gained = known.gained + 0.5 * (last @ (known.gradient + gradient))
     zero = jnp.zeros_like(known.noise)
-    noise, unresolved = _either(anew, (zero, zero), (known.noise, known.unresolved))
+    noise, unresolved, gained = _either(
+        anew, (zero, zero, zero), (known.noise, known.unresolved, gained)
+    )
     search = Search(
         memory, here, gradient, steepest, noise, unresolved,
-        exhausted=jnp.array(False), fresh=known.fresh | anew, ascent=known.ascent,
+        exhausted=jnp.array(False), fresh=known.fresh | anew, gained=gained,
+        ascent=known.ascent,
     )  # fmt: skip
     if isinstance(known.ascent, Ascent):
         up, after = known.ascent.next(gradient, stalled)
@@ -217,6 +226,21 @@ def accepted(
         search = search._replace(ascent=after)
     scale = jnp.ones_like(hyper.scale)
     return Hyper(hyper.values, unravel(update), scale, search)
+
+
+def is_lower(hyper: Hyper, best: Array, bound: Array, rounding: Array) -> Array:
+    """Return whether the last accepted point is below the best one. If their bounds
+    differ by no more than rounding, the slopes decide: near an optimum the largest of
+    rounded bounds may belong to any point.
+
+    :param hyper: hyperparameters after the accepted update.
+    :param best: the highest bound so far.
+    :param bound: the bound after the update.
+    :param rounding: the rounding error of bounds.
+    """
+    change = bound - best
+    gained = hyper.optim_state.gained
+    return jnp.where(jnp.abs(change) <= rounding, gained < 0, change < 0)
 
 
 def improved(hyper: Hyper, values: dict[str, Any], unresolved: Array) -> Hyper:
@@ -228,7 +252,8 @@ def improved(hyper: Hyper, values: dict[str, Any], unresolved: Array) -> Hyper:
     """
     search: Search = hyper.optim_state
     known = jnp.asarray(unresolved, search.unresolved.dtype)
-    return hyper._replace(values=values, optim_state=search._replace(unresolved=known))
+    search = search._replace(unresolved=known, gained=jnp.zeros_like(search.gained))
+    return hyper._replace(values=values, optim_state=search)
 
 
 def refused(
@@ -365,12 +390,12 @@ def searched(
     def better() -> ConjugateState:
         return state._replace(
             hyper=improved(hyper, values, at.unresolved),
-            natural=at.natural, step_sizes=at.step_sizes, bound=bound,
-            unreached=at.unreached, lost=at.lost,
+            natural=at.natural, step_sizes=at.step_sizes,
+            bound=jnp.maximum(best, bound), unreached=at.unreached, lost=at.lost,
         )  # fmt: skip
 
     # A first bound of NaN is reported.
-    rose = further & ~(bound < best)
+    rose = further & ~is_lower(hyper, best, bound, rounding)
     new = lax.cond(rose, better, lambda: state._replace(hyper=hyper))
     return flagged(new, hyper)
 
