@@ -40,13 +40,15 @@ def linear(
     cut = tuple(_cut(x) for x in (transitions, inputs))
 
     def inside(carry: Any, here: Any) -> Any:
-        (x, passed), (transition, own) = carry, here
-        carry = act(transition, x) + own, small.product(transition, passed)
-        return carry, carry
+        """Take a step, without the product of transitions after the first pass."""
+        (x, *passed), (transition, own) = carry, here
+        x = act(transition, x) + own
+        passed = [small.product(transition, each) for each in passed]
+        return (x, *passed), None if passed else x
 
     eye = jnp.broadcast_to(_eye(transitions), cut[0].shape[1:])
     start = jnp.zeros_like(cut[1][0]), eye
-    ends, (alone, passed) = lax.scan(inside, start, cut, reverse=reverse)
+    ends, _ = lax.scan(inside, start, cut, reverse=reverse)
 
     def across(x: Array, block: Any) -> Any:
         own, passed = block
@@ -55,8 +57,10 @@ def linear(
     by_block = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), ends)
     first = jnp.zeros_like(by_block[0][0])
     _, entering = lax.scan(across, first, by_block, reverse=reverse)
-    moved = jax.vmap(lambda each: act(each, jnp.moveaxis(entering, 0, 1)))(passed)
-    return _whole(alone + moved, steps)
+    # Computed again, which takes less time than to keep all products of transitions.
+    start = (jnp.moveaxis(entering, 0, 1),)
+    _, found = lax.scan(inside, start, cut, reverse=reverse)
+    return _whole(found, steps)
 
 
 def filtered(own: Array, links: Array) -> Array:

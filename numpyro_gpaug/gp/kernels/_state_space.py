@@ -154,9 +154,11 @@ def _integrals(x: Array, top: int) -> list[Array]:
 def _integral(y: Array, m: int) -> Array:
     """Return the integral of ``w^m e^(-y w)`` over w from 0 to 1."""
     near, far = jnp.minimum(y, _NEAR), jnp.maximum(y, _NEAR)
-    total = jnp.zeros_like(y)
-    for k in range(_TERMS, 0, -1):
-        total = (total + 1) * near * (1 / (m + 1 + k))
+    # A loop, because XLA would compute the terms again for each entry of a matrix.
+    shares = jnp.asarray(1 / (m + 1 + np.arange(_TERMS, 0, -1)), y.dtype)
+    total, _ = lax.scan(
+        lambda total, share: ((total + 1) * near * share, None), 0 * near, shares
+    )
     series = jnp.exp(-near) * (total + 1) / (m + 1)
     lost = sum(far**k / math.factorial(k) for k in range(m + 1))
     whole = math.factorial(m) / far ** (m + 1) * (1 - jnp.exp(-far) * lost)
