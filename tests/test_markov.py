@@ -21,6 +21,7 @@ from numpyro_gpaug.gaussians import Chain as Structure
 from numpyro_gpaug.gaussians import Layout
 from numpyro_gpaug.gaussians.rows import Rows
 from numpyro_gpaug.gp.chain import Chain
+from numpyro_gpaug.infer.nested.fallback import corrected
 from numpyro_gpaug.model.latents import GaussianSite, Grouping
 from numpyro_gpaug.model.latents import Structure as ModelStructure
 from tests.conftest import enable_x64
@@ -347,7 +348,7 @@ def test_processes_that_are_given_the_same_times_are_one_chain():
 
 
 @pytest.mark.slow
-def test_integrated_hyperparameters(dtype):
+def test_integrated_hyperparameters(dtype, monkeypatch):
     """Steps are far shorter than the lengthscale: float32 does not resolve the noise of
     draws of states.
     """
@@ -370,14 +371,21 @@ def test_integrated_hyperparameters(dtype):
         nested.run(jax.random.key(0), t, y, **given)
         assert nested.certified
         evidence = nested.get_extra_fields()["log_evidence"]
-        return evidence, np.asarray(nested.get_samples()["f"].mean(0))
+        return evidence, np.asarray(nested.get_samples()["f"].mean(0)), nested
 
     with enable_x64(True):
         exact = jnp.asarray(t, float)
         expected = integrated(exact, inducing=exact)
-    evidence, f = integrated(t)
+    evidence, f, nested = integrated(t)
     np.testing.assert_allclose(evidence, expected[0], atol=0.1)
     np.testing.assert_allclose(f, expected[1], atol=0.1)
+    # NUTS, to which runs go that are not certified, finds the same.
+    monkeypatch.setattr("numpyro_gpaug.infer.nested.fallback.WARMUP", 100)
+    (programs,) = nested._programs.values()
+    chains = corrected(nested._run, programs, jax.random.key(1), 400)
+    assert ", 0 divergences" in chains.correction
+    found = np.asarray(chains.samples(400)["f"]).mean(0)
+    np.testing.assert_allclose(found, expected[1], atol=0.1)
 
 
 def test_noise_behind_means_of_very_short_steps():

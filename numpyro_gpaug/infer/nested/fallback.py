@@ -55,7 +55,8 @@ class Corrected(Run):
 @one_thread
 def corrected(run: Run, programs: Programs, key: Array, num_samples: int) -> Corrected:
     """Run NUTS on the model itself, in coordinates in which the Gaussian at the mode is
-    standard normal.
+    standard normal. They stand for whitened latents: numbers along chains follow the
+    hyperparameters, without which a smooth process has next to no density.
 
     :param run: the weighted draws; chains start at its hyperparameters.
     :param programs: programs of the model.
@@ -70,16 +71,17 @@ def corrected(run: Run, programs: Programs, key: Array, num_samples: int) -> Cor
         component.mode[None], run.starts[0], arrays, gradient=True
     )
     q = jax.tree.map(lambda x: x[0], at_mode.moments)
+    mode = jnp.asarray(component.mode, dtype)
+    prior = jax.jit(programs.prior)(mode, arrays)
 
     def placed(draw: dict[str, Array]) -> tuple[Array, Array]:
-        z = q.mean[0] + q.unwhiten(draw["noise"][None])[0]
-        return centre + axes @ draw["hyper"], z
+        white = programs.white(prior, q, draw["noise"])
+        return centre + axes @ draw["hyper"], white
 
     # NumPyro initialises chains operation by operation.
     @jax.jit
     def potential(draw: dict[str, Array]) -> Array:
-        point, z = placed(draw)
-        return -programs.log_joint(point, z, arrays)
+        return -programs.log_joint(*placed(draw), arrays)
 
     rng = np.random.default_rng(run.seed)
     chosen = run.weighted.resampled(CHAINS, rng) // run.weighted.log_ratios.shape[1]
@@ -97,13 +99,7 @@ def corrected(run: Run, programs: Programs, key: Array, num_samples: int) -> Cor
     )  # fmt: skip
     mcmc.run(chain_key, init_params=start, extra_fields=("diverging",))
 
-    @jax.jit
-    @jax.vmap
-    def whitened(draw: dict[str, Array]) -> tuple[Array, Array]:
-        point, z = placed(draw)
-        return point, programs.white(point, z, arrays)
-
-    points, z = whitened(mcmc.get_samples())
+    points, z = jax.jit(jax.vmap(placed))(mcmc.get_samples())
     by_chain = mcmc.get_samples(group_by_chain=True)
     rhat = max(float(np.max(split_gelman_rubin(np.asarray(x)))) for x in
                by_chain.values() if x.size)  # fmt: skip

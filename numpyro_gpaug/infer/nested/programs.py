@@ -52,6 +52,17 @@ EVALUATIONS = 8
 ENOUGH = 1e-2
 
 
+class PriorAt(NamedTuple):
+    """The prior of the latents at hyperparameters.
+
+    :param prior: the prior.
+    :param links: transition matrices by chain.
+    """
+
+    prior: Any
+    links: Any
+
+
 class Evaluated(NamedTuple):
     """The Gaussian at hyperparameters; every array has a leading axis of these.
 
@@ -331,19 +342,16 @@ class Programs:
 
         return log_prior, view, log_terms
 
-    def _white(self, view: JointView, z: Array) -> Array:
-        """Return whitened latents, (k, size)."""
-        return jax.vmap(lambda z: self.structure.white(z, view.links))(z)
-
     def _drawn_latents(
-        self, view: JointView, q: Any, noise: Array
+        self, view: JointView | PriorAt, q: Any, noise: Array
     ) -> tuple[Array, Array, Array]:
         """Return latents as a Gaussian makes them from noise (k, rank), whitened
         latents, and the terms of their prior, each (k, size)."""
         prior, z = view.prior, q.mean + q.unwhiten(noise)
         white = drawn_white(prior, q, noise)
         if white is None:
-            return z, self._white(view, z), jax.vmap(prior.terms)(z)
+            white = jax.vmap(lambda z: self.structure.white(z, view.links))(z)
+            return z, white, jax.vmap(prior.terms)(z)
         return z, white, -0.5 * jnp.square(white)
 
     def _draw(
@@ -510,12 +518,16 @@ class Programs:
             if site["type"] in kinds and k not in observed
         }
 
-    def log_joint(self, point: Array, z: Array, arrays: Any) -> Array:
-        """Return the log-density of data, latents and unconstrained hyperparameters, up
-        to a constant."""
+    def log_joint(self, point: Array, white: Array, arrays: Any) -> Array:
+        """Return the log-density of data, whitened latents and unconstrained
+        hyperparameters, up to a constant."""
         log_prior, view, log_terms = self._at(point, arrays)
-        data, prior = log_terms(self.structure.white(z, view.links))[0], view.prior
-        return data.sum() + log_prior + prior.terms(z).sum() + 0.5 * prior.log_det
+        if self.structure.recurrences:
+            own = -0.5 * jnp.square(white).sum()
+        else:
+            z, prior = self.structure.linked(white, view.links), view.prior
+            own = prior.terms(z).sum() + 0.5 * prior.log_det
+        return log_terms(white)[0].sum() + log_prior + own
 
     def drawn(
         self, point: np.ndarray, factors: Any, noise: np.ndarray, arrays: Any
@@ -536,9 +548,19 @@ class Programs:
         q = moments_given(jax.tree.map(lambda x: x[0], factors), view)
         return self._drawn_latents(view, q, noise[None])[1][0]
 
-    def white(self, point: Array, z: Array, arrays: Any) -> Array:
-        """Return whitened latents, (size,)."""
-        return self.structure.white(z, self._at(point, arrays)[1].links)
+    def white(self, at: PriorAt, q: Any, noise: Array) -> Array:
+        """Return the whitened latents, (size,), that a Gaussian makes of noise (rank,).
+
+        :param at: the prior of the latents where the Gaussian was found.
+        :param q: its moments.
+        :param noise: standard normal numbers.
+        """
+        return self._drawn_latents(at, q, noise[None])[1][0]
+
+    def prior(self, point: Array, arrays: Any) -> PriorAt:
+        """Return the prior of the latents at unconstrained hyperparameters, (d,)."""
+        view = self._at(point, arrays)[1]
+        return PriorAt(view.prior, view.links)
 
     def sites(self, points: Any, z: Any, arrays: Any) -> dict[str, Array]:
         """Return the values of all sites at draws, without added rows.
