@@ -12,7 +12,7 @@ import pytest
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.distributions.stacked import Stacked
-from numpyro_gpaug.infer.nested.many import Found
+from numpyro_gpaug.infer.nested.report import certificate
 from numpyro_gpaug.model.responses import Responses
 
 KEY = jax.random.key(0)
@@ -304,10 +304,10 @@ def test_a_verdict_says_why_a_run_is_not_certified() -> None:
     searched = SimpleNamespace(said="", all_drawn=True)
     structure = SimpleNamespace(functions={})
     run = SimpleNamespace(
-        certified=False, correction=None, searched=searched, table=dict,
+        certified=False, correction=None, searched=searched,
         programs=SimpleNamespace(structure=structure),
         weighted=SimpleNamespace(khat=0.1, limit=0.63, loss=0.2, log_evidence=-1.0),
     )  # fmt: skip
-    verdict = Found.of(run).verdict
+    verdict = certificate(run)
     assert "could not be evaluated in about 20%" in verdict
     assert "above" not in verdict

@@ -269,7 +269,11 @@ def uniformity(positions: np.ndarray) -> float:
 
 @cache
 def _null(number: int) -> np.ndarray:
-    """Return draws of :func:`_smallest` for uniform positions."""
+    """Return draws of :func:`_smallest` for uniform positions.
+
+    ``arviz_stats.ecdf_utils`` (0.8 to 1.3) draws the same, but without upper tails if
+    no position is below the first edge, because ``bdtr(-1, ...)`` is NaN.
+    """
     rng = np.random.default_rng(0)
     even = rng.multinomial(number, np.full(POINTS, 1 / POINTS), NULL)
     return _smallest(np.cumsum(even, 1)[:, :-1], number)

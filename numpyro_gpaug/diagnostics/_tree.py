@@ -87,7 +87,7 @@ def to_datatree(
     :param losses: losses of the fit.
     :param kwargs: the model's keyword arguments.
     :return: a :class:`xarray.DataTree`. ``tree.to_netcdf(path)`` writes it, with
-        h5netcdf or netCDF4, and :func:`xarray.open_datatree` reads it. ``arviz_base``
+        h5netcdf or netCDF4, and ``tree.to_zarr`` with zarr. ``arviz_base``
         and ``arviz_stats``, which are installed with the package, accept it on every
         Python version. ``import arviz``, with its plots, works from Python 3.12 on,
         because only arviz 1.0 reads such trees; on 3.11 use ``arviz_plots``.
@@ -114,6 +114,21 @@ def to_datatree(
     >>> dict(tree["log_likelihood"].sizes)
     {'chain': 1, 'draw': 1000, 'data': 8}
     >>> gpaug.diagnostics.psis_khat(tree).khat < 0.7
+    True
+
+    Files, with h5netcdf and zarr:
+
+    >>> import tempfile, xarray
+    >>> zarr = {"consolidated": False}
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     netcdf_file, zarr_folder = f"{folder}/fit.nc", f"{folder}/fit.zarr"
+    ...     tree.to_netcdf(netcdf_file)
+    ...     _ = tree.to_zarr(zarr_folder, **zarr)
+    ...     with xarray.open_datatree(netcdf_file) as found:
+    ...         print(found.identical(tree))
+    ...     with xarray.open_datatree(zarr_folder, engine="zarr", **zarr) as found:
+    ...         print(found.identical(tree))
+    True
     True
     """
     if isinstance(model, NestedVI):

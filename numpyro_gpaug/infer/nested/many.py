@@ -4,13 +4,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from numpyro_gpaug._display import Displayed, Rows
-from numpyro_gpaug.infer.nested.draws import Run
-from numpyro_gpaug.infer.nested.report import certificate
 
 if TYPE_CHECKING:
     import pandas
@@ -18,48 +16,21 @@ if TYPE_CHECKING:
 CERTIFIED = "certified"
 
 
-class Found(NamedTuple):
-    """What is kept of a run.
-
-    :param table: moments and quantities of every latent, by label; ``None`` if the run
-        failed.
-    :param khat: k-hat.
-    :param log_evidence: the evidence.
-    :param verdict: ``"certified"``, or what is wrong.
-    """
-
-    table: dict[str, list[float]] | None
-    khat: float
-    log_evidence: float
-    verdict: str
-
-    @classmethod
-    def of(cls, run: Run) -> Found:
-        """Return what is kept of a run."""
-        weighted = run.weighted
-        verdict = CERTIFIED if run.certified else certificate(run)
-        return cls(run.table(), weighted.khat, weighted.log_evidence, verdict)
-
-    @classmethod
-    def failed(cls, error: Exception) -> Found:
-        """Return what is kept of a run that failed."""
-        return cls(None, np.nan, np.nan, str(error))
-
-
 class NestedRuns(Displayed):
     """The runs of one model for many responses, which :meth:`NestedVI.run_many
     <numpyro_gpaug.NestedVI.run_many>` returns; arrays over the responses.
 
+    :param runs: of each run the table (``None`` if it failed), k-hat, the evidence and
+        the verdict.
     :ivar khats: k-hat of each run.
     :ivar log_evidences: the logarithm of the evidence of each.
     :ivar verdicts: ``"certified"``, or what is wrong with a run.
     """
 
-    def __init__(self, runs: list[Found]) -> None:
-        self._tables = [run.table for run in runs]
-        self.khats = np.array([run.khat for run in runs])
-        self.log_evidences = np.array([run.log_evidence for run in runs])
-        self.verdicts = np.array([run.verdict for run in runs], object)
+    def __init__(self, runs: list[tuple[Any, float, float, str]]) -> None:
+        self._tables, khats, evidences, verdicts = zip(*runs, strict=True)
+        self.khats, self.log_evidences = np.array(khats), np.array(evidences, float)
+        self.verdicts = np.array(verdicts, object)
 
     def __len__(self) -> int:
         return len(self._tables)

@@ -23,7 +23,7 @@ from numpyro_gpaug.infer.nested.drawer import generator, prior_draws
 from numpyro_gpaug.infer.nested.draws import FIRST, Run, integrated, sampled
 from numpyro_gpaug.infer.nested.fallback import corrected
 from numpyro_gpaug.infer.nested.hyperparameters import Hyperparameters
-from numpyro_gpaug.infer.nested.many import Found, NestedRuns
+from numpyro_gpaug.infer.nested.many import CERTIFIED, NestedRuns
 from numpyro_gpaug.infer.nested.predictions import mixture, refuse_params
 from numpyro_gpaug.infer.nested.programs import Programs
 from numpyro_gpaug.infer.nested.report import Clock, certificate, lines, overview
@@ -253,18 +253,22 @@ class NestedVI(Displayed):
         # With the same programs, and a result of its own.
         each = copy(self)
         each.progress_bar = False
-        found = []
-        for i in tqdm(range(responses.number), disable=not self.progress_bar):
+
+        def one(i: int) -> tuple[Any, float, float, str]:
             args, kwargs = responses.one(i)
             try:
                 with warnings.catch_warnings():
                     # The verdicts say so.
                     warnings.simplefilter("ignore")
                     each.run(rng_key, *args, **kwargs)
-                found.append(Found.of(each._known()))
             except (ValueError, CholeskyError) as error:
-                found.append(Found.failed(error))
-        runs = NestedRuns(found)
+                return None, np.nan, np.nan, str(error)
+            run, fields = each._known(), each.get_extra_fields()
+            verdict = CERTIFIED if run.certified else certificate(run)
+            return run.table(), fields["khat"], fields["log_evidence"], verdict
+
+        numbers = tqdm(range(responses.number), disable=not self.progress_bar)
+        runs = NestedRuns([one(i) for i in numbers])
         if not np.isfinite(runs.khats).any():
             raise ValueError(f"no response could be fitted: {runs.verdicts[0]}")
         if wrong := int((~runs.certified).sum()):
