@@ -96,3 +96,10 @@ def test_starts_in_loops_and_beyond_the_pool():
     assert values["drift"].shape == (3, 70)
     assert len(np.unique(values["many"])) == 100
     assert np.isfinite(values["last"])
+
+
+def test_medians_that_underflow_start_at_one():
+    priors = {"precision": dist.Gamma, "variance": dist.InverseGamma}
+    vague = {k: lambda prior=p: prior(1e-3, 1e-3) for k, p in priors.items()}
+    found = starts(vague, MedianStart)(jax.random.key(0))
+    assert found == {"precision": 1.0, "variance": 1.0}

@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jax.scipy.special import ndtr
 from numpyro.distributions import (
@@ -16,6 +17,7 @@ from numpyro.distributions import (
     MaskedDistribution,
     Normal,
     TransformedDistribution,
+    biject_to,
 )
 from numpyro.infer.initialization import init_to_median
 
@@ -52,6 +54,9 @@ class MedianStart:
         latent = site["type"] == "sample" and not site["is_observed"]
         if not latent or site["value"] is not None or site["fn"].support.is_discrete:
             return init_to_median(site)
+        return _in_range(site["fn"].support, self._median(site))
+
+    def _median(self, site: dict[str, Any]) -> Any:
         shape = tuple(site["kwargs"].get("sample_shape", ())) + site["fn"].shape()
         try:
             return _quantile(site["fn"], self._normals(shape))
@@ -65,6 +70,20 @@ class MedianStart:
             # Not kept, because a site may be in a loop whose values must not leave it.
             return _draws(jax.random.fold_in(self._key, start), num).reshape(shape)
         return self._pool[start : self._taken].reshape(shape)
+
+
+def _in_range(support: Any, value: Any) -> Any:
+    """Return a start, with zero on the unconstrained scale in place of values that
+    overflow there: the median of ``Gamma(0.001, 0.001)`` underflows.
+
+    :param support: the support of the prior.
+    :param value: its median.
+    """
+    transform, value = biject_to(support), jnp.asarray(value)
+    free = transform.inv(value)
+    if free.shape != value.shape:
+        return value
+    return jnp.where(jnp.isfinite(free), value, transform(jnp.zeros_like(free)))
 
 
 def _draws(key: Array, num: int) -> Array:
