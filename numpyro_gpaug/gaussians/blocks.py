@@ -141,6 +141,16 @@ class AffineBlocks:
         return jax.tree.map(jnp.transpose, found)
 
 
+def kept(map_: Any) -> Any:
+    """Return a map whose blocks, if it has any, are computed once."""
+    return map_.keep() if isinstance(map_, AffineBlocks) else map_
+
+
+def afresh(map_: Any) -> Any:
+    """Return a map with derivatives: blocks are computed at each use."""
+    return map_.afresh() if isinstance(map_, AffineBlocks) else map_
+
+
 def affine_blocks(
     make: Callable[[tuple[Array, ...]], AffineMap], rows: tuple[Array, ...], size: int
 ) -> AffineBlocks:

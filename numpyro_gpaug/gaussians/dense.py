@@ -333,11 +333,6 @@ class AffineMap(NamedTuple):
         """Return the map of some latents, or of all for ``None``."""
         return selected(self, latents)
 
-    def keep(self) -> AffineMap:
-        """Return this map; maps in blocks (:mod:`numpyro_gpaug.gaussians.blocks`) are
-        computed lazily."""
-        return self
-
     def in_order(self) -> AffineMap:
         """Return this map: the order of its rows makes no difference."""
         return self
@@ -345,10 +340,6 @@ class AffineMap(NamedTuple):
     def certain(self) -> AffineMap:
         """Return the same map without the residual."""
         return self._replace(residual=jnp.zeros_like(self.residual))
-
-    def afresh(self) -> AffineMap:
-        """Return this map, which has derivatives."""
-        return self
 
     def with_gram(self) -> AffineMap:
         """Return the same map, with ``A' A`` stored if it is no larger than ``A A'``. A

@@ -67,19 +67,6 @@ class PairedMap(NamedTuple):
         pairs = self.single.covariances(q, self.left, self.right)
         return PairMarginals(mean, variance, pairs)
 
-    def select(self, latents: Array | None) -> PairedMap:
-        """Return this map: there is one set of latents."""
-        return self
-
-    def keep(self) -> PairedMap:
-        """Return this map; see
-        :meth:`~numpyro_gpaug.gaussians.dense.AffineMap.keep`."""
-        return self
-
-    def afresh(self) -> PairedMap:
-        """Return this map, which has derivatives."""
-        return self
-
     def certain(self) -> PairedMap:
         """Return the same map without the residual."""
         return self._replace(single=self.single.certain())

@@ -165,19 +165,6 @@ class RowMap:
         given = self._in_place
         return self.structure.coupling(given.at(left), given.at(right), cross[0])
 
-    def select(self, latents: Array | None) -> RowMap:
-        """Return this map: there is one set of latents."""
-        return self
-
-    def keep(self) -> RowMap:
-        """Return this map; see
-        :meth:`~numpyro_gpaug.gaussians.dense.AffineMap.keep`."""
-        return self
-
-    def afresh(self) -> RowMap:
-        """Return this map, which has derivatives."""
-        return self
-
     def certain(self) -> RowMap:
         """Return the same map without the residual."""
         return replace(self, residual=jnp.zeros_like(self.residual))

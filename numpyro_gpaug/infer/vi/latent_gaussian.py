@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from numpyro_gpaug.gaussians.base import GaussianPrior, Marginals, scatter, selected
-from numpyro_gpaug.gaussians.blocks import AffineBlocks
+from numpyro_gpaug.gaussians.blocks import AffineBlocks, afresh, kept
 from numpyro_gpaug.gaussians.chain import ChainPrior
 from numpyro_gpaug.gaussians.pairs import PairedMap
 from numpyro_gpaug.infer.vi.differentiation import split_floats
@@ -146,7 +146,7 @@ class LatentGaussian:
         :param constant: see the class.
         :param learns: see the class.
         """
-        maps = {name: map_.keep() for name, map_ in view.maps().items()}
+        maps = {name: kept(map_) for name, map_ in view.maps().items()}
         priors = view.priors()
         return cls(
             maps=maps,
@@ -637,7 +637,7 @@ class LatentGaussian:
         def linearised(floats: tuple[Array, ...]) -> Array:
             whole = rebuild(floats)
             problem = whole.restrict() if restricted else whole
-            maps = {name: map_.afresh() for name, map_ in problem.maps.items()}
+            maps = {name: afresh(map_) for name, map_ in problem.maps.items()}
             problem = replace(problem, maps=maps)
             at = {name: problem._marginals(name, q[name]) for name in q}
             numbers, _ = split_floats(problem.likelihood)
