@@ -46,58 +46,32 @@ from numpyro_gpaug.math.sparse_pattern import Pattern
 _RIDGE = {"float32": 1e-5, "float64": 1e-10}
 
 
-class SparseMoments(NamedTuple):
-    """Moments of a Gaussian with a sparse precision, with a leading axis of 1.
+class NodeMoments:
+    """Moments of nodes and of a border. Subclasses are named tuples, with a leading axis
+    of 1, that have the following fields. They have the covariances of ``neighbours``
+    given the border, (nnz,), and functions of columns (N, n) of the nodes given the
+    border: ``half`` returns rows whose squares sum to variances, ``drawn`` deviations
+    of noise, and ``noise_of`` the noise of deviations.
 
     :param mean: (1, N + K).
-    :param factor: the factor L of the precision of the nodes.
-    :param reflections: vectors v of the reflections ``I - 2 v v'``, (1, c, N).
-    :param constrained: ``log det U' U``, (1,).
     :param entries: the precision of the nodes, as in natural parameters, (1, nnz).
     :param cross: Y, (1, N, K).
     :param whitener: V, (1, K, K).
     :param structure: the structure of the latents.
     """
 
-    mean: Array
-    factor: Any
-    reflections: Array
-    constrained: Array
-    entries: Array
-    cross: Array
-    whitener: Array
-    structure: Sparse
-
-    @property
-    def log_det(self) -> Array:
-        """The log-determinant of the covariance, of latents that fulfil the
-        constraints, (1,)."""
-        corner = jnp.log(jnp.abs(linalg.diagonal(self.whitener))).sum(-1)
-        return 2 * corner - self.factor.log_det - self.constrained
+    mean: Any
+    entries: Any
+    cross: Any
+    whitener: Any
+    structure: Any
+    neighbours: Any
+    given_border: Any
 
     @property
     def rank(self) -> int:
         """The number of standard normal numbers that :meth:`unwhiten` takes."""
-        return self.structure.rank
-
-    @property
-    def _half(self) -> _Half:
-        normals = jnp.asarray(self.structure.constraints, self.mean.dtype)
-        factor = jax.tree.map(lambda x: x[0], self.factor)
-        return _Half(factor, self.reflections[0], normals, self.structure.first)
-
-    @property
-    def _drawn(self) -> Array:
-        """Columns W (N, c): the constraints subtract ``W W'`` from the inverse of the
-        nodes' precision."""
-        return self._half.removed()
-
-    @property
-    def neighbours(self) -> Array:
-        """The covariances of neighbours, given the border, (nnz,)."""
-        pattern, drawn = self.structure.pattern, self._drawn
-        taken = (drawn[pattern.rows] * drawn[pattern.columns]).sum(-1)
-        return self._half.factor.selected_inverse() - taken
+        return int(self.structure.rank)
 
     @property
     def variances(self) -> Array:
@@ -107,26 +81,17 @@ class SparseMoments(NamedTuple):
         corner = jnp.square(self.whitener[0]).sum(-2)
         return jnp.concatenate([own, corner])[None]
 
-    def spreads(self, rows: Rows) -> Array:
-        """Return the variances of predictors whose nodes are neighbours, (n,)."""
-        dense = rows.dense @ self.whitener[0].T - self._crossed(rows)
-        return self._of_nodes(rows) + jnp.square(dense).sum(-1)
-
-    def _crossed(self, rows: Rows) -> Array:
-        """Return ``Y' a`` of rows, (n, K)."""
-        return (rows.value[..., None] * self.cross[0][rows.place]).sum(1)
-
-    def _of_nodes(self, rows: Rows) -> Array:
-        """Return the variances of predictors given all latents of the border, (n,)."""
-        found = self._half.factor.forms(rows.place, rows.value)
-        removed = (rows.value[..., None] * self._drawn[rows.place]).sum(1)
-        return jnp.maximum(found - jnp.square(removed).sum(-1), 0)
+    def of_border(self, rows: Rows) -> Array:
+        """Return rows (n, K) whose squares sum to the variances that predictors have
+        from the border."""
+        moved = (rows.value[..., None] * self.cross[0][rows.place]).sum(1)
+        return rows.dense @ self.whitener[0].T - moved
 
     def covariance(self, rows: Rows) -> Array:
         """Return the covariances of predictors, (n, n)."""
-        own = self._half(nodes_of(rows, self.structure))
-        dense = rows.dense @ self.whitener[0].T - self._crossed(rows)
-        return own.T @ own + dense @ dense.T
+        own = self.given_border.half(nodes_of(rows, self.structure))
+        border = self.of_border(rows)
+        return own.T @ own + border @ border.T
 
     def push_forward(self, projection: Array) -> tuple[Array, tuple[Array, Array]]:
         """Return the shift of the means, and the root of the covariance, under an
@@ -139,7 +104,7 @@ class SparseMoments(NamedTuple):
         shift = jnp.vecmat(self.mean, projection)
         own, corner = self.structure.columns(projection[0])
         rest = self.whitener[0] @ corner - self.cross[0].T @ own
-        return shift, (self._half(own)[None], rest[None])
+        return shift, (self.given_border.half(own)[None], rest[None])
 
     def unwhiten(self, noise: Array) -> Array:
         """Return deviations from the mean.
@@ -149,7 +114,7 @@ class SparseMoments(NamedTuple):
         lead, flat = noise.shape[:-1], noise.reshape(-1, self.rank).T
         cut = self.rank - self.whitener.shape[-1]
         own, corner = flat[:cut], flat[cut:]
-        rows = self._half.transposed(own) - self.cross[0] @ corner
+        rows = self.given_border.drawn(own) - self.cross[0] @ corner
         found = jnp.concatenate([rows, self.whitener[0].T @ corner])
         return found.T.reshape(*lead, self.structure.size)
 
@@ -163,10 +128,10 @@ class SparseMoments(NamedTuple):
             deviation.reshape(-1, self.structure.size).T
         )
         corner = linalg.inverse_lower(self.whitener[0]).mT @ corner
-        rows = self._half.product(own + self.cross[0] @ corner)
+        rows = self.given_border.noise_of(own + self.cross[0] @ corner)
         return jnp.concatenate([rows, corner]).T.reshape(*lead, self.rank)
 
-    def extended(self, prior: NodePrior, places: np.ndarray) -> Any:
+    def extended(self, prior: Any, places: np.ndarray) -> Any:
         """Return the moments of latents of another prior; see
         :mod:`numpyro_gpaug.gaussians.base`. New nodes are standard normal."""
         if np.array_equal(places, np.arange(self.structure.size)):
@@ -174,7 +139,60 @@ class SparseMoments(NamedTuple):
         return Extended(self, prior.structure, places.astype(np.int64).tobytes())
 
 
-class _Half(NamedTuple):
+class _SparseMoments(NamedTuple):
+    mean: Array
+    factor: Any
+    reflections: Array
+    constrained: Array
+    entries: Array
+    cross: Array
+    whitener: Array
+    structure: Sparse
+
+
+class SparseMoments(_SparseMoments, NodeMoments):
+    """Moments of a Gaussian with a sparse precision that is factorised. They have these
+    fields besides those of :class:`NodeMoments`:
+
+    :param factor: the factor L of the precision of the nodes.
+    :param reflections: vectors v of the reflections ``I - 2 v v'``, (1, c, N).
+    :param constrained: ``log det U' U``, (1,).
+    """
+
+    @property
+    def log_det(self) -> Array:
+        """The log-determinant of the covariance, of latents that fulfil the
+        constraints, (1,)."""
+        corner = jnp.log(jnp.abs(linalg.diagonal(self.whitener))).sum(-1)
+        return 2 * corner - self.factor.log_det - self.constrained
+
+    @property
+    def given_border(self) -> _Nodes:
+        normals = jnp.asarray(self.structure.constraints, self.mean.dtype)
+        factor = jax.tree.map(lambda x: x[0], self.factor)
+        return _Nodes(factor, self.reflections[0], normals, self.structure.first)
+
+    @property
+    def _drawn(self) -> Array:
+        """Columns W (N, c): the constraints subtract ``W W'`` from the inverse of the
+        nodes' precision."""
+        return self.given_border.removed()
+
+    @property
+    def neighbours(self) -> Array:
+        pattern, drawn = self.structure.pattern, self._drawn
+        taken = (drawn[pattern.rows] * drawn[pattern.columns]).sum(-1)
+        return self.given_border.factor.selected_inverse() - taken
+
+    def spreads(self, rows: Rows) -> Array:
+        """Return the variances of predictors whose nodes are neighbours, (n,)."""
+        found = self.given_border.factor.forms(rows.place, rows.value)
+        removed = (rows.value[..., None] * self._drawn[rows.place]).sum(1)
+        own = jnp.maximum(found - jnp.square(removed).sum(-1), 0)
+        return own + jnp.square(self.of_border(rows)).sum(-1)
+
+
+class _Nodes(NamedTuple):
     """Half solves with a precision under constraints.
 
     :param factor: the factor of the precision.
@@ -188,15 +206,15 @@ class _Half(NamedTuple):
     normals: Array
     first: np.ndarray
 
-    def __call__(self, b: Array) -> Array:
+    def half(self, b: Array) -> Array:
         """Return rows (N - c, n) whose squares sum to variances, of columns (N, n)."""
         return self._turned(self.factor.half_solve(b))
 
-    def product(self, x: Array) -> Array:
+    def noise_of(self, x: Array) -> Array:
         """Return the noise (N - c, n) of deviations (N, n)."""
         return self._turned(self.factor.half_product(x))
 
-    def transposed(self, noise: Array) -> Array:
+    def drawn(self, noise: Array) -> Array:
         """Return deviations (N, n) of noise (N - c, n)."""
         found = self.factor.half_solve_transposed(self._back(noise))
         # The reflections have rounding errors, which a nearly singular precision
@@ -625,9 +643,9 @@ class Sparse(Structure):
         normals = jnp.asarray(self.constraints, entries.dtype)
         free = factor.half_solve(normals) if normals.shape[-1] else normals
         first = self.first
-        half = _Half(factor, _reflections(free, first), normals, first)
+        nodes = _Nodes(factor, _reflections(free, first), normals, first)
         own, corner = self.columns(natural.potential[0][:, None])
-        solved = half.transposed(half(jnp.concatenate([own, border], -1)))
+        solved = nodes.drawn(nodes.half(jnp.concatenate([own, border], -1)))
         mean, gain = solved[:, 0], solved[:, 1:]
         rest = border - self.product(entries, gain)
         explained = linalg.precise(lambda: border.T @ gain + gain.T @ rest)()
@@ -642,7 +660,7 @@ class Sparse(Structure):
         )
         leading = jax.tree.map(lambda x: x[None], factor)
         return SparseMoments(
-            mean[None], leading, half.reflections[None], constrained[None],
+            mean[None], leading, nodes.reflections[None], constrained[None],
             natural.entries, cross[None], whitener, self,
         )  # fmt: skip
 
