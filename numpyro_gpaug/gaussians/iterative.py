@@ -80,8 +80,7 @@ class _IterativeMoments(NamedTuple):
 
 
 class IterativeMoments(_IterativeMoments, NodeMoments):
-    """Moments of a Gaussian whose precision is not factorised. They have these fields
-    besides those of :class:`~numpyro_gpaug.gaussians.sparse.NodeMoments`:
+    """Moments of a Gaussian whose precision is not factorised.
 
     :param draws: draws of the nodes, zero for those that are eliminated, (1, N, draws).
     :param moved: their conditional means u, (1, N, draws).

@@ -47,11 +47,13 @@ _RIDGE = {"float32": 1e-5, "float64": 1e-10}
 
 
 class NodeMoments:
-    """Moments of nodes and of a border. Subclasses are named tuples, with a leading axis
-    of 1, that have the following fields. They have the covariances of ``neighbours``
-    given the border, (nnz,), and functions of columns (N, n) of the nodes given the
-    border: ``half`` returns rows whose squares sum to variances, ``drawn`` deviations
-    of noise, and ``noise_of`` the noise of deviations.
+    """The moments of nodes and of a border.
+
+    Subclasses are named tuples with the following fields, among others, and with a
+    leading axis of 1. They state the nodes given the border, by the covariances of
+    ``neighbours``, (nnz,), and by three functions of columns (N, n): ``half`` returns
+    rows whose squares sum to variances, ``drawn`` deviations made of noise, and
+    ``noise_of`` the noise of deviations.
 
     :param mean: (1, N + K).
     :param entries: the precision of the nodes, as in natural parameters, (1, nnz).
@@ -151,8 +153,7 @@ class _SparseMoments(NamedTuple):
 
 
 class SparseMoments(_SparseMoments, NodeMoments):
-    """Moments of a Gaussian with a sparse precision that is factorised. They have these
-    fields besides those of :class:`NodeMoments`:
+    """Moments of a Gaussian with a sparse precision that is factorised.
 
     :param factor: the factor L of the precision of the nodes.
     :param reflections: vectors v of the reflections ``I - 2 v v'``, (1, c, N).
