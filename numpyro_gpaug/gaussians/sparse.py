@@ -36,6 +36,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_gpaug.gaussians.base import Layout, Structure
+from numpyro_gpaug.gaussians.bordered import Bordered
 from numpyro_gpaug.gaussians.rows import RowMap, Rows
 from numpyro_gpaug.math import linalg, sparse_cholesky
 from numpyro_gpaug.math.arrays import STATIC
@@ -46,33 +47,20 @@ from numpyro_gpaug.math.sparse_pattern import Pattern
 _RIDGE = {"float32": 1e-5, "float64": 1e-10}
 
 
-class NodeMoments:
+class NodeMoments(Bordered):
     """The moments of nodes and of a border.
 
-    Subclasses are named tuples with the following fields, among others, and with a
-    leading axis of 1. They state the nodes given the border, by the covariances of
-    ``neighbours``, (nnz,), and by three functions of columns (N, n): ``half`` returns
-    rows whose squares sum to variances, ``drawn`` deviations made of noise, and
-    ``noise_of`` the noise of deviations.
-
-    :param mean: (1, N + K).
     :param entries: the precision of the nodes, as in natural parameters, (1, nnz).
-    :param cross: Y, (1, N, K).
-    :param whitener: V, (1, K, K).
     :param structure: the structure of the latents.
+    :ivar neighbours: the covariances of neighbours, given the border, (nnz,).
     """
 
-    mean: Any
     entries: Any
-    cross: Any
-    whitener: Any
     structure: Any
     neighbours: Any
-    given_border: Any
 
     @property
     def rank(self) -> int:
-        """The number of standard normal numbers that :meth:`unwhiten` takes."""
         return int(self.structure.rank)
 
     @property
@@ -94,44 +82,6 @@ class NodeMoments:
         own = self.given_border.half(nodes_of(rows, self.structure))
         border = self.of_border(rows)
         return own.T @ own + border @ border.T
-
-    def push_forward(self, projection: Array) -> tuple[Array, tuple[Array, Array]]:
-        """Return the shift of the means, and the root of the covariance, under an
-        affine map.
-
-        :param projection: A, (1, N + K, n).
-        :return: ``A' mean`` (1, n) and rows, (1, N - c, n) and (1, K, n), whose squares
-            sum to the variances.
-        """
-        shift = jnp.vecmat(self.mean, projection)
-        own, corner = self.structure.columns(projection[0])
-        rest = self.whitener[0] @ corner - self.cross[0].T @ own
-        return shift, (self.given_border.half(own)[None], rest[None])
-
-    def unwhiten(self, noise: Array) -> Array:
-        """Return deviations from the mean.
-
-        :param noise: standard normal, (..., rank).
-        """
-        lead, flat = noise.shape[:-1], noise.reshape(-1, self.rank).T
-        cut = self.rank - self.whitener.shape[-1]
-        own, corner = flat[:cut], flat[cut:]
-        rows = self.given_border.drawn(own) - self.cross[0] @ corner
-        found = jnp.concatenate([rows, self.whitener[0].T @ corner])
-        return found.T.reshape(*lead, self.structure.size)
-
-    def whiten(self, deviation: Array) -> Array:
-        """Return the noise of deviations; the inverse of :meth:`unwhiten`.
-
-        :param deviation: (..., N + K), which fulfil the constraints.
-        """
-        lead = deviation.shape[:-1]
-        own, corner = self.structure.columns(
-            deviation.reshape(-1, self.structure.size).T
-        )
-        corner = linalg.inverse_lower(self.whitener[0]).mT @ corner
-        rows = self.given_border.noise_of(own + self.cross[0] @ corner)
-        return jnp.concatenate([rows, corner]).T.reshape(*lead, self.rank)
 
     def extended(self, prior: Any, places: np.ndarray) -> Any:
         """Return the moments of latents of another prior; see
