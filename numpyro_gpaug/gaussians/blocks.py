@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
-from numpyro_gpaug.gaussians.base import GaussianFactors, Marginals, gaussian_factors
+from numpyro_gpaug.gaussians.base import GaussianFactors, Marginals
 from numpyro_gpaug.gaussians.dense import AffineMap, Moments, NaturalGaussian
 from numpyro_gpaug.math.arrays import STATIC
 from numpyro_gpaug.math.blocks import (
@@ -85,12 +85,6 @@ class AffineBlocks:
     def given(self, z: Array) -> Marginals:
         """Return marginals of the predictors given latents (latents, M)."""
         return self._of_rows(lambda map_: map_.given(z))
-
-    def factors(
-        self, at: Marginals, slopes: Marginals, least_precision: float = -jnp.inf
-    ) -> GaussianFactors:
-        """Return :func:`~numpyro_gpaug.gaussians.base.gaussian_factors`."""
-        return gaussian_factors(at, slopes, least_precision)
 
     def information(
         self, factors: GaussianFactors, about: Array | None = None

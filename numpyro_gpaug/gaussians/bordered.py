@@ -11,6 +11,7 @@ where ``W' W`` is the covariance of x given u. The structure provides W.
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import jax.numpy as jnp
@@ -40,7 +41,8 @@ class Bordered:
     @property
     def _across(self) -> Array:
         """Y as one matrix."""
-        found: Array = self.cross.reshape(-1, self.cross.shape[-1])
+        _, *latents, border = self.cross.shape
+        found: Array = self.cross.reshape(prod(latents), border)
         return found
 
     @property

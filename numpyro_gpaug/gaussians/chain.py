@@ -50,7 +50,6 @@ from numpyro_gpaug.gaussians.groups import (
     GroupNatural,
     Groups,
     half_of,
-    log_normal,
 )
 from numpyro_gpaug.gaussians.rows import Rows, shifts
 from numpyro_gpaug.math import linalg, small
@@ -338,20 +337,6 @@ class ChainNatural(NamedTuple):
         steps, corner = self.layout.split(whole)
         return self.layout.joined(jnp.ones_like(steps), corner)
 
-    def stand_in(self) -> ChainMoments:
-        """Return meaningless numbers in the shapes of :meth:`moments`."""
-        links, whitener = split(self.links)
-        return ChainMoments(
-            self.potential, self.groups, links, self.groups, self.border,
-            self.corner, self._stand_in_kept(whitener),
-        )  # fmt: skip
-
-    def _stand_in_kept(self, whitener: Array | None) -> Array | None:
-        if whitener is None:
-            return None
-        border = self.border.reshape(*self.links.shape[:4], -1)
-        return jnp.concatenate([self.links, border], -1)
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -505,27 +490,13 @@ class ChainPrior:
 
         :param mean: the means, (1, G R + K).
         """
-        apart, corner = self._noise(mean)
-        links, whitener = split(self.links)
-        if whitener is not None:
-            apart = small.product(whitener.mT, apart)
-        ahead = step_after(links).mT
-        pulled = apart - small.product(ahead, step_after(apart))
-        layout = self.structure.layout
-        steps = pulled.reshape(1, layout.groups, layout.each)
-        return layout.joined(steps, corner)
+        return -jax.grad(lambda z: self.terms(z).sum())(mean[0])[None]
 
     def terms(self, z: Array) -> Array:
         """See :class:`~numpyro_gpaug.gaussians.base.StructurePrior`."""
         return -0.5 * jnp.square(
             jnp.concatenate([x.ravel() for x in self._noise(z[None])])
         )
-
-    def log_density(self, z: Array) -> Array:
-        """Return the log-density at latents (1, G R + K), (1,)."""
-        apart, corner = self._noise(z)
-        density = log_normal(apart.reshape(1, -1)) + log_normal(corner)
-        return density + jnp.sum(self._log_noise)
 
     def _noise(self, z: Array) -> tuple[Array, Array]:
         """Return the standard normal numbers behind the latents: those of steps,

@@ -24,7 +24,6 @@ from numpyro_gpaug.gaussians.base import (
     GaussianFactors,
     Marginals,
     Structure,
-    gaussian_factors,
     selected,
 )
 from numpyro_gpaug.math import linalg
@@ -151,10 +150,6 @@ class NaturalGaussian(NamedTuple):
         """The diagonal of the precision, (..., M)."""
         return linalg.diagonal(self.precision)
 
-    def stand_in(self) -> Moments:
-        """Return meaningless numbers in the shapes of :meth:`moments`."""
-        return Moments(self.potential, self.precision)
-
 
 class Prior(NamedTuple):
     """Independent normal latents.
@@ -192,12 +187,6 @@ class Prior(NamedTuple):
     def terms(self, z: Array) -> Array:
         """See :class:`~numpyro_gpaug.gaussians.base.StructurePrior`."""
         return -0.5 * jnp.square((z - self.loc[0]) / self.scale[0])
-
-    def log_density(self, z: Array) -> Array:
-        """Return the log-density at latents (latents, M), (latents,)."""
-        white = (z - self.loc) / self.scale
-        terms = jnp.square(white) + 2 * jnp.log(self.scale)
-        return -0.5 * (terms + float(np.log(2 * np.pi))).sum(-1)
 
 
 class AffineMap(NamedTuple):
@@ -281,13 +270,6 @@ class AffineMap(NamedTuple):
         """Return marginals of the predictors given latents (latents, M)."""
         mean = self(z)
         return Marginals(mean, jnp.broadcast_to(self.residual, mean.shape))
-
-    def factors(
-        self, at: Marginals, slopes: Marginals, least_precision: float = -jnp.inf
-    ) -> GaussianFactors:
-        """Return :func:`gaussian_factors`; a map with pairs of predictors has other
-        factors."""
-        return gaussian_factors(at, slopes, least_precision)
 
     def information(
         self, factors: GaussianFactors, about: Array | None = None

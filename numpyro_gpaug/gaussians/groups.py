@@ -231,10 +231,6 @@ class GroupNatural(NamedTuple):
         groups, corner = linalg.diagonal(self.groups), linalg.diagonal(self.corner)
         return self.layout.joined(groups, corner)
 
-    def stand_in(self) -> GroupMoments:
-        """Return meaningless numbers in the shapes of :meth:`moments`."""
-        return GroupMoments(self.potential, self.groups, self.border, self.corner)
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -275,15 +271,6 @@ class GroupPrior:
     def terms_apart(self, groups: Array, others: Array) -> tuple[Array, Array]:
         """See :class:`~numpyro_gpaug.gaussians.base.StructurePrior`."""
         return self.terms(groups), self.terms(others)
-
-    def log_density(self, z: Array) -> Array:
-        """Return the log-density at latents (..., G R + K)."""
-        return log_normal(z)
-
-
-def log_normal(z: Array) -> Array:
-    """Return the log-density of standard normal numbers (..., n), (...)."""
-    return -0.5 * (jnp.square(z) + float(np.log(2 * np.pi))).sum(-1)
 
 
 @dataclass(frozen=True)

@@ -89,10 +89,7 @@ class PairedMap(NamedTuple):
         return moved.at[..., right].add(pairs * x[..., left])
 
     def factors(
-        self,
-        at: PairMarginals,
-        slopes: PairMarginals,
-        least_precision: float = -jnp.inf,
+        self, at: PairMarginals, slopes: PairMarginals, least_precision: float
     ) -> PairFactors:
         """Return the factors of predictors, as
         :func:`~numpyro_gpaug.gaussians.base.gaussian_factors` does, and those of pairs:
@@ -115,3 +112,13 @@ class PairedMap(NamedTuple):
         own = GaussianFactors(factors.potential - lean, factors.precision)
         coupling = self.single.coupling(factors.cross, self.left, self.right)
         return jax.tree.map(jnp.add, self.single.information(own, about), coupling)
+
+
+def factors_of(
+    map_: Any, at: Any, slopes: Any, least_precision: float = -jnp.inf
+) -> GaussianFactors | PairFactors:
+    """Return the factors on the predictors of a map, and on pairs of them if it has
+    any; see :func:`~numpyro_gpaug.gaussians.base.gaussian_factors`."""
+    if isinstance(map_, PairedMap):
+        return map_.factors(at, slopes, least_precision)
+    return gaussian_factors(at, slopes, least_precision)

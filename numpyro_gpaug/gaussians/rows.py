@@ -13,12 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from numpyro_gpaug.gaussians.base import (
-    GaussianFactors,
-    Layout,
-    Marginals,
-    gaussian_factors,
-)
+from numpyro_gpaug.gaussians.base import GaussianFactors, Layout, Marginals
 from numpyro_gpaug.math.arrays import STATIC
 from numpyro_gpaug.math.blocks import cut_rows, over_blocks
 from numpyro_gpaug.math.ordering import Order
@@ -135,12 +130,6 @@ class RowMap:
     def covariance(self, q: Any) -> Array:
         """Return the covariance of all predictors, (1, n, n), without the residual."""
         return q.covariance(self._in_place)[None]
-
-    def factors(
-        self, at: Marginals, slopes: Marginals, least_precision: float = -jnp.inf
-    ) -> GaussianFactors:
-        """Return :func:`~numpyro_gpaug.gaussians.base.gaussian_factors`."""
-        return gaussian_factors(at, slopes, least_precision)
 
     def information(self, factors: GaussianFactors, about: Array | None = None) -> Any:
         """Return the information of factors on the predictors about the latents, to be

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from base64 import b64decode, b64encode
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import combinations
 from typing import Any, ClassVar, NamedTuple
 
@@ -257,17 +257,6 @@ class SparseNatural(NamedTuple):
         own = values[None, self.structure.pattern.diagonal]
         return jnp.concatenate([own, linalg.diagonal(self.corner)], -1)
 
-    def stand_in(self) -> SparseMoments:
-        """Return meaningless numbers in the shapes of :meth:`moments`."""
-        shapes = _moments_of(self.structure, self.potential.dtype)
-        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-
-
-@lru_cache(maxsize=16)
-def _moments_of(structure: Sparse, dtype: Any) -> Any:
-    """Return the shapes of moments, which a trace of a factorisation finds."""
-    return jax.eval_shape(lambda: structure.standard(dtype).moments())
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -342,11 +331,6 @@ class NodePrior:
         border = jnp.ones(structure.layout.others, own.dtype)
         diagonal, _ = structure.split_apart(jnp.concatenate([own, border]))
         return -groups * (pulled + 0.5 * diagonal * groups), -0.5 * others * moved
-
-    def log_density(self, z: Array) -> Array:
-        """Return the log-density at latents (1, N + K), (1,)."""
-        constant = self.structure.rank * float(np.log(2 * np.pi))
-        return (self.terms(z[0]).sum() + 0.5 * (self.log_det - constant))[None]
 
 
 @jax.tree_util.register_dataclass
