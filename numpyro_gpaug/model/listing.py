@@ -144,14 +144,9 @@ class Listing:
         stop = {*known, *self.constants, *self.inputs.values()}
         chosen: list[Operation] = []
         for operation in reversed(self.operations):
-            if needed.isdisjoint(operation.results) or stop.issuperset(
-                operation.results
-            ):
-                continue
-            if needed.intersection(operation.results) <= stop:
-                continue
-            chosen.append(operation)
-            needed |= {x for x in operation.operands if not isinstance(x, Literal)}
+            if not needed.intersection(operation.results) <= stop:
+                chosen.append(operation)
+                needed |= {x for x in operation.operands if not isinstance(x, Literal)}
         return chosen[::-1]
 
     def read_for(self, wanted: list[Any], known: Iterable[int]) -> set[int]:
