@@ -122,7 +122,8 @@ def dependence_on_arrays(fn: Callable[[Any], Any], tree: Any) -> Any:
     leaves, treedef = jax.tree.flatten(tree)
     inputs = {str(i): x for i, x in enumerate(leaves)}
     return dependence_tree(
-        lambda given: fn(treedef.unflatten(given[k] for k in inputs)), inputs
+        lambda given: fn(jax.tree.unflatten(treedef, [given[k] for k in inputs])),
+        inputs,
     )
 
 
