@@ -78,9 +78,9 @@ class AffineBlocks:
         """Return :meth:`numpyro_gpaug.gaussians.dense.AffineMap.prior_variance`."""
         return self._of_rows(AffineMap.prior_variance)
 
-    def shared(self) -> Array:
-        """Return :meth:`numpyro_gpaug.gaussians.dense.AffineMap.shared`."""
-        return self._of_rows(AffineMap.shared)
+    def unshared(self) -> Array:
+        """Return :meth:`numpyro_gpaug.gaussians.dense.AffineMap.unshared`."""
+        return self._of_rows(AffineMap.unshared)
 
     def given(self, z: Array) -> Marginals:
         """Return marginals of the predictors given latents (latents, M)."""

@@ -239,9 +239,10 @@ class AffineMap(NamedTuple):
         the variance is zero."""
         return self._share(self._explained())
 
-    def shared(self) -> Array:
-        """Return the part of :meth:`explained` that no latent explains alone."""
-        return self._share(self._explained() - jnp.square(self.projection).max(-2))
+    def unshared(self) -> Array:
+        """Whether at most one latent explains part of each predictor, (latents, n)."""
+        shared = self._explained() - jnp.square(self.projection).max(-2)
+        return self._share(shared) < LEAST_SHARED
 
     def _share(self, part: Array) -> Array:
         total = self.prior_variance()
@@ -431,14 +432,6 @@ def kl_to_diagonal(q: Moments, loc: Array, scale: Array) -> Array:
     terms = (q.variances + jnp.square(q.mean - loc)) / jnp.square(scale)
     roots = jnp.abs(linalg.diagonal(q.whitener)) / scale
     return 0.5 * (terms - 1 - 2 * jnp.log(roots)).sum(-1)
-
-
-def unshared(shared: Array) -> Array:
-    """Whether at most one latent explains part of a predictor.
-
-    :param shared: from :meth:`AffineMap.shared`.
-    """
-    return shared < LEAST_SHARED
 
 
 def _instantiated(tangent: Any) -> Any:
