@@ -128,7 +128,7 @@ def test_directions_are_those_of_the_recursion_of_l_bfgs(x64) -> None:
     kept.
     """
     pairs, points = 5, np.random.default_rng(0).normal(size=(8, 4))
-    gradients = -points @ np.diag([1.0, 3.0, 10.0, 0.5]) + 0.1 * np.sin(points)
+    gradients = -points @ np.diag([1.0, 3.0, 4.0, 0.5]) + 0.1 * np.sin(points)
     memory, other = Memory.empty(jnp.zeros(4), pairs), optax.scale_by_lbfgs(pairs)
     state = other.init(jnp.zeros(4))
     for point, gradient in zip(points, gradients, strict=True):
@@ -201,6 +201,19 @@ def test_noise_is_told_from_curvature(x64) -> None:
         structure = SimpleNamespace(functions=functions)
         with pytest.warns(UserWarning, match=f"up to 3 nats .*{cause}"):
             quasi_newton.warn_of_noise(search, structure)
+
+
+def test_coordinates_with_small_gradients_move(x64) -> None:
+    """Scales of the noise of many data, of many effects and of a few."""
+
+    def scales(z):
+        numbers = jnp.asarray([1e5, 3e3, 2e3, 30.0, 0.0])
+        return -(numbers * (z + 0.5 * jnp.exp(-2 * z))).sum()
+
+    start = [-0.6, 0.5, 0.1, 1.5, 0.0]
+    bounds, *_, hyper = climb(scales, start, 14)
+    assert bounds[-1] > float(scales(jnp.zeros(5))) - 1e-2
+    np.testing.assert_allclose(hyper.values["z"], 0, atol=0.03)
 
 
 def test_a_search_ends_where_known_curvature_promises_nothing(x64) -> None:

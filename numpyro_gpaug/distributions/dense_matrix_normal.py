@@ -37,9 +37,13 @@ class DenseMatrixNormal(dist.Distribution):
     support = constraints.real_matrix
     reparametrized_params: ClassVar[list[str]] = ["loc", "scale_tril"]
 
-    def __init__(self, loc: Array, scale_tril: Array) -> None:
+    def __init__(
+        self, loc: Array, scale_tril: Array, *, validate_args: bool | None = None
+    ) -> None:
         self.loc, self.scale_tril = loc, scale_tril
-        super().__init__(jnp.shape(loc)[:-2], jnp.shape(loc)[-2:])
+        super().__init__(
+            jnp.shape(loc)[:-2], jnp.shape(loc)[-2:], validate_args=validate_args
+        )
 
     @property
     def _entries(self) -> dist.MultivariateNormal:

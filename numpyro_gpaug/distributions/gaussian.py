@@ -104,9 +104,10 @@ class StructuredGaussian(dist.Distribution):
     arg_constraints: ClassVar[dict[str, Any]] = {}
     pytree_data_fields = ("natural",)
 
-    def __init__(self, natural: Any) -> None:
+    def __init__(self, natural: Any, *, validate_args: bool | None = None) -> None:
         self.natural = natural
-        super().__init__((), natural.potential.shape[1:])
+        shape = natural.potential.shape[1:]
+        super().__init__((), shape, validate_args=validate_args)
 
     @property
     def support(self) -> constraints.Constraint:

@@ -142,29 +142,23 @@ def eigh(matrix: Array) -> tuple[Array, Array]:
     return found
 
 
+@jax.custom_jvp
 def inverse_cholesky(matrix: Array) -> Array:
     """Return ``L^-1`` of the lower Cholesky factor L of ``matrix``, (..., M, M); NaN
-    where it is not positive definite."""
-    still = lax.stop_gradient(matrix)
-    return as_inverse_root(matrix, inverse_lower(cholesky(still)))
+    where it is not positive definite.
 
-
-@jax.custom_jvp
-def as_inverse_root(matrix: Array, inverse: Array) -> Array:
-    """Return the lower triangular W with ``W K W' = I`` of a matrix K, (..., M, M),
-    from another computation.
-
-    Its derivative is ``-half(W dK W') W``: products only, no triangular solves.
+    With ``W = L^-1`` its derivative is ``-half(W dK W') W``: products only, no
+    triangular solves.
     """
-    del matrix
-    return inverse
+    return inverse_lower(cholesky(matrix))
 
 
-@as_inverse_root.defjvp
+@inverse_cholesky.defjvp
 @precise
-def _as_inverse_root_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
-    inverse = as_inverse_root(*primals)
-    return inverse, -lower_half(inverse, tangents[0]) @ inverse
+def _inverse_cholesky_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    (tangent,) = tangents
+    inverse = inverse_cholesky(*primals)
+    return inverse, -lower_half(inverse, tangent) @ inverse
 
 
 @precise

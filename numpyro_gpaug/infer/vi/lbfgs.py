@@ -4,6 +4,12 @@
 The compact form takes two triangular solves, and no loops over pairs of points: it is a
 few operations to compile.
 
+In directions of which nothing is known, the curvature is that of the last step, times a
+scale for each coordinate. Gradients of parameters on logarithmic scales are about as
+large as their curvatures. A coordinate whose gradient has been a thousand times smaller
+than that of another one would otherwise move a thousand times less: the scale of a few
+effects would stay where it is until that of the noise of very many data is known.
+
 Reference: Byrd, Nocedal and Schnabel (1994), Representations of quasi-Newton matrices
 and their use in limited memory methods, theorem 2.2.
 """
@@ -17,6 +23,10 @@ from jax import Array, lax
 
 from numpyro_gpaug.math import linalg
 
+# A coordinate may move so many times less than another one where no curvature is known.
+# Gradients of less than one nat do not count as small.
+LESS = 10
+
 
 class Memory(NamedTuple):
     """Points of a search for a maximum. The newest pair is the last row.
@@ -26,6 +36,7 @@ class Memory(NamedTuple):
     :param gradient: the gradient there.
     :param steps: differences between successive points, (pairs, n).
     :param falls: by how much the gradient fell in each step, (pairs, n).
+    :param largest: the largest size of each entry of the gradients, (n,).
     """
 
     number: Array
@@ -33,6 +44,7 @@ class Memory(NamedTuple):
     gradient: Array
     steps: Array
     falls: Array
+    largest: Array
 
     @classmethod
     def empty(cls, flat: Array, pairs: int) -> Memory:
@@ -43,7 +55,7 @@ class Memory(NamedTuple):
         """
         zeros = jnp.zeros((pairs, flat.size), flat.dtype)
         zero = jnp.zeros_like(flat)
-        return cls(jnp.int32(0), zero, zero, zeros, zeros)
+        return cls(jnp.int32(0), zero, zero, zeros, zeros, zero)
 
     def forgotten(self, which: Array) -> Memory:
         """Return a memory without points, where ``which`` is true."""
@@ -57,12 +69,14 @@ class Memory(NamedTuple):
 
         steps = shifted(self.steps, point - self.point)
         falls = shifted(self.falls, self.gradient - gradient)
-        return Memory(self.number + 1, point, gradient, steps, falls)
+        before = jnp.where(self.number == 0, 0, self.largest)
+        largest = jnp.maximum(before, jnp.abs(gradient))
+        return Memory(self.number + 1, point, gradient, steps, falls, largest)
 
     @linalg.precise
     def direction(self) -> Array:
         """Return the gradient times the inverse curvature. The first direction is the
-        gradient itself, at most of length one."""
+        gradient itself, at most of length one, with small entries enlarged."""
         pairs = len(self.steps)
         used = jnp.arange(pairs) > pairs - self.number
         used &= (self.steps * self.falls).sum(-1) != 0
@@ -73,9 +87,11 @@ class Memory(NamedTuple):
         diagonal = linalg.diagonal(products)
         lower = jnp.tril(products) + jnp.diag(jnp.asarray(~used, products.dtype))
         # The curvature along the last step is used for all other directions.
-        square = falls[-1] @ falls[-1]
+        largest = jnp.maximum(self.largest, 1)
+        scales = jnp.maximum(largest.max() / (LESS * largest), 1)
+        square = falls[-1] @ (scales * falls[-1])
         length = jnp.sqrt(self.gradient @ self.gradient)
-        scale = lax.select(
+        scales *= lax.select(
             used[-1], diagonal[-1] / square, 1 / jnp.maximum(length, 1)
         )  # fmt: skip
 
@@ -84,5 +100,5 @@ class Memory(NamedTuple):
             return linalg.solve_lower(lower, columns, transpose=transpose)[:, 0]
 
         shares = solved(steps @ self.gradient, transpose=True)
-        rest = scale * (self.gradient - shares @ falls)
+        rest = scales * (self.gradient - shares @ falls)
         return rest + solved(diagonal * shares - falls @ rest, transpose=False) @ steps
