@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-import inspect
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, dataclass_transform
+from dataclasses import Field, InitVar, dataclass, field, fields
+from typing import Any, dataclass_transform
 
 import jax.numpy as jnp
 from jax import Array
@@ -16,39 +15,18 @@ from numpyro.distributions.util import promote_shapes
 from numpyro_gpaug.math.concrete import floating
 
 
-@dataclass(frozen=True)
-class _Declared:
-    constraint: constraints.Constraint
-
-
-def parameter(
-    constraint: constraints.Constraint, *, default: Any = None, kw_only: bool = False
-) -> Any:
+def parameter(constraint: constraints.Constraint) -> Any:
     """Declare a parameter of an :class:`Elementwise` distribution, positional and
     required.
 
     :param constraint: constraint on its values.
-    :param default: for type checkers.
-    :param kw_only: for type checkers.
     """
-    return _Declared(constraint)
+    return field(metadata={"constraint": constraint})
 
 
-@dataclass_transform(eq_default=False, field_specifiers=(parameter,))
-class _WithParameters(Distribution):
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        declared = {k: v for k, v in vars(cls).items() if isinstance(v, _Declared)}
-        if declared:
-            for name in declared:
-                # Not deleted: NumPyro's ``mean`` and ``variance`` refuse to be set.
-                setattr(cls, name, None)
-            # NumPyro takes the leaves of the pytree from here, too.
-            cls.arg_constraints = {k: v.constraint for k, v in declared.items()}
-            cls.__init__ = _constructor(*declared)  # type: ignore[method-assign]
-        super().__init_subclass__(**kwargs)
-
-
-class Elementwise(_WithParameters):
+@dataclass_transform(eq_default=False, field_specifiers=(field, parameter))
+@dataclass(eq=False, repr=False)
+class Elementwise(Distribution):
     """A distribution whose parameters are broadcast to the batch shape, in the order of
     their declaration.
 
@@ -57,8 +35,26 @@ class Elementwise(_WithParameters):
     ``Wald(loc, concentration, *, validate_args=None)``.
     """
 
-    if TYPE_CHECKING:
-        validate_args: Any = parameter(constraints.boolean, default=None, kw_only=True)
+    validate_args: InitVar[bool | None] = field(default=None, kw_only=True)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        if any(isinstance(x, Field) for x in vars(cls).values()):
+            dataclass(eq=False, repr=False)(cls)
+            # NumPyro takes the leaves of the pytree from here, too.
+            known = {x.name: x.metadata["constraint"] for x in fields(cls)}
+            cls.arg_constraints = known
+            for name in known:
+                # NumPyro's ``mean`` and ``variance`` refuse to be set.
+                setattr(cls, name, None)
+        super().__init_subclass__(**kwargs)
+
+    def __post_init__(self, validate_args: bool | None) -> None:
+        values = [getattr(self, name) for name in self.arg_constraints]
+        pairs = zip(self.arg_constraints, promote_shapes(*values), strict=True)
+        for name, value in pairs:
+            setattr(self, name, value)
+        shape = jnp.broadcast_shapes(*map(jnp.shape, values))
+        super().__init__(shape, validate_args=validate_args)
 
     def _arrays(self, *others: ArrayLike) -> tuple[Array, ...]:
         """Return parameters and ``others`` as floating arrays of one shape and
@@ -66,30 +62,5 @@ class Elementwise(_WithParameters):
         return floating(*(getattr(self, k) for k in self.arg_constraints), *others)
 
 
-def _constructor(*names: str) -> Any:
-    kinds = inspect.Parameter
-    signature = inspect.Signature(
-        [
-            kinds("self", kinds.POSITIONAL_ONLY),
-            *(
-                kinds(k, kinds.POSITIONAL_OR_KEYWORD, annotation="ArrayLike")
-                for k in names
-            ),
-            kinds(
-                "validate_args", kinds.KEYWORD_ONLY, default=None,
-                annotation="bool | None",
-            ),
-        ],
-        return_annotation=None,
-    )  # fmt: skip
-
-    def __init__(*args: Any, **kwargs: Any) -> None:
-        bound = signature.bind(*args, **kwargs)
-        self, *values = bound.args
-        for name, value in zip(names, promote_shapes(*values), strict=True):
-            setattr(self, name, value)
-        shape = jnp.broadcast_shapes(*map(jnp.shape, values))
-        Distribution.__init__(self, shape, **bound.kwargs)
-
-    __init__.__signature__ = signature  # type: ignore[attr-defined]
-    return __init__
+# A method of NumPyro's class has this name, too.
+del Elementwise.validate_args

@@ -37,13 +37,9 @@ class DenseMatrixNormal(dist.Distribution):
     support = constraints.real_matrix
     reparametrized_params: ClassVar[list[str]] = ["loc", "scale_tril"]
 
-    def __init__(
-        self, loc: Array, scale_tril: Array, *, validate_args: bool | None = None
-    ) -> None:
+    def __init__(self, loc: Array, scale_tril: Array) -> None:
         self.loc, self.scale_tril = loc, scale_tril
-        super().__init__(
-            jnp.shape(loc)[:-2], jnp.shape(loc)[-2:], validate_args=validate_args
-        )
+        super().__init__(jnp.shape(loc)[:-2], jnp.shape(loc)[-2:])
 
     @property
     def _entries(self) -> dist.MultivariateNormal:

@@ -104,10 +104,9 @@ class StructuredGaussian(dist.Distribution):
     arg_constraints: ClassVar[dict[str, Any]] = {}
     pytree_data_fields = ("natural",)
 
-    def __init__(self, natural: Any, *, validate_args: bool | None = None) -> None:
+    def __init__(self, natural: Any) -> None:
         self.natural = natural
-        shape = natural.potential.shape[1:]
-        super().__init__((), shape, validate_args=validate_args)
+        super().__init__((), natural.potential.shape[1:])
 
     @property
     def support(self) -> constraints.Constraint:

@@ -233,13 +233,9 @@ class NodeMixture(dist.MixtureSameFamily):
         component: dist.Distribution,
         mean: Array,
         variance: Array,
-        *,
-        validate_args: bool | None = None,
     ) -> None:
         weights = jnp.broadcast_to(log_weights, component.batch_shape)
-        super().__init__(
-            dist.CategoricalLogits(weights), component, validate_args=validate_args
-        )
+        super().__init__(dist.CategoricalLogits(weights), component)
         self.mean = jnp.broadcast_to(mean, self.batch_shape)
         self.variance = jnp.broadcast_to(variance, self.batch_shape)
 

@@ -16,6 +16,7 @@ from numpyro.distributions.util import validate_sample
 from scipy import sparse
 
 from numpyro_gpaug.distributions.sparse_prior import SparsePrior
+from numpyro_gpaug.math.concrete import numbers
 from numpyro_gpaug.math.sparse_terms import sum_of_terms
 
 
@@ -85,16 +86,8 @@ class RandomWalk2(dist.Distribution):
         validate_args: bool | None = None,
     ) -> None:
         self.steps = _steps(points)
-        numbers = {"scale": scale, "level": level, "slope": slope}
-        for name, number in numbers.items():
-            if np.ndim(number):
-                raise ValueError(
-                    f"{name} has shape {np.shape(number)}; expected a number"
-                )
-        dtype = jnp.result_type(scale, level, slope, float)
-        self.scale, self.level, self.slope = (
-            jnp.asarray(number, dtype) for number in numbers.values()
-        )
+        found = numbers(scale=scale, level=level, slope=slope)
+        self.scale, self.level, self.slope = found
         size = len(self.steps.between) + 1
         super().__init__((), (size,), validate_args=validate_args)
 
@@ -159,8 +152,8 @@ class RandomWalk2(dist.Distribution):
         changes = (rises.tocsr()[1:] - rises.tocsr()[:-1]).tocsr()
         weighted = changes.T @ sparse.diags_array(1 / around) @ changes
         level, slope = (end.T @ end for end in ends)
-        numbers = self.level, self.slope, self.scale
-        terms = zip((n**-2 for n in numbers), (level, slope, weighted), strict=True)
+        scales = self.level, self.slope, self.scale
+        terms = zip((n**-2 for n in scales), (level, slope, weighted), strict=True)
         pattern, values = sum_of_terms(terms, "precision")
         one = jnp.ones((), self.scale.dtype)
         return SparsePrior(

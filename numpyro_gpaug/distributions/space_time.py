@@ -18,6 +18,7 @@ from numpyro.distributions.util import validate_sample
 from numpyro_gpaug.distributions.graph import Graph, graph_of
 from numpyro_gpaug.distributions.sparse_prior import SparsePrior
 from numpyro_gpaug.math import sparse_cholesky
+from numpyro_gpaug.math.concrete import numbers
 from numpyro_gpaug.math.linalg import precise
 from numpyro_gpaug.math.sparse_pattern import Pattern
 from numpyro_gpaug.math.sparse_terms import by_columns
@@ -89,17 +90,8 @@ class SpaceTime(dist.Distribution):
             )
         if num_steps < 2:
             raise ValueError(f"num_steps must be at least 2, got {num_steps}")
-        numbers = {
-            "scale": scale, "correlation": correlation, "persistence": persistence
-        }  # fmt: skip
-        for name, number in numbers.items():
-            if np.ndim(number):
-                raise ValueError(
-                    f"{name} has shape {np.shape(number)}; expected a number"
-                )
-        dtype = jnp.result_type(*numbers.values(), float)
-        self.scale, self.correlation, self.persistence = (
-            jnp.asarray(number, dtype) for number in numbers.values()
+        self.scale, self.correlation, self.persistence = numbers(
+            scale=scale, correlation=correlation, persistence=persistence
         )
         shape = num_steps, self.graph.size
         super().__init__((), shape, validate_args=validate_args)

@@ -20,8 +20,7 @@ precision, as the structure lays it out. They are added. They have
 - ``moved(z)``: natural parameters of latents, given those of deviations from ``z``;
 - ``diagonal``, of the precision, (latents, M);
 - perhaps ``inflation(variances)``, the errors of variances relative to rounding, if
-  these are smaller than the variances times the diagonal;
-- ``stand_in()``: meaningless numbers in the shapes of ``moments()``.
+  these are smaller than the variances times the diagonal.
 
 If natural parameters contain their structure, as a field ``structure`` without arrays,
 so do moments.
@@ -52,7 +51,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import jax
@@ -287,8 +286,26 @@ class StructurePrior(GaussianPrior, Protocol):
         """Return numbers whose sum is the log-density at latents (M,), without half of
         :attr:`log_det` and the constant of a normal distribution."""
 
-    def log_density(self, z: Array) -> Array:
-        """Return the log-density at latents (latents, M), (latents,)."""
+
+def log_density(prior: StructurePrior, z: Array) -> Array:
+    """Return the log-density at latents (latents, M), without the constant of a normal
+    distribution."""
+    found: Array = jax.vmap(prior.terms)(z).sum() + 0.5 * prior.log_det
+    return found
+
+
+def no_moments(natural: Any) -> Any:
+    """Return zeros in the shapes of the moments of natural parameters."""
+    leaves, treedef = jax.tree.flatten(natural)
+    shapes = _moments_of(treedef, tuple((x.shape, str(x.dtype)) for x in leaves))
+    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+
+
+@lru_cache(maxsize=16)
+def _moments_of(treedef: Any, leaves: tuple[Any, ...]) -> Any:
+    """Return the shapes of moments, which a trace of a factorisation finds."""
+    natural = treedef.unflatten([jax.ShapeDtypeStruct(*x) for x in leaves])
+    return jax.eval_shape(lambda natural: natural.moments(), natural)
 
 
 def drawn_white(prior: StructurePrior, q: Any, noise: Array) -> Array | None:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
-from numpyro_gpaug.gaussians.base import GaussianFactors, Marginals, gaussian_factors
+from numpyro_gpaug.gaussians.base import GaussianFactors, Marginals
 from numpyro_gpaug.gaussians.dense import AffineMap, Moments, NaturalGaussian
 from numpyro_gpaug.math.arrays import STATIC
 from numpyro_gpaug.math.blocks import (
@@ -78,19 +78,13 @@ class AffineBlocks:
         """Return :meth:`numpyro_gpaug.gaussians.dense.AffineMap.prior_variance`."""
         return self._of_rows(AffineMap.prior_variance)
 
-    def shared(self) -> Array:
-        """Return :meth:`numpyro_gpaug.gaussians.dense.AffineMap.shared`."""
-        return self._of_rows(AffineMap.shared)
+    def unshared(self) -> Array:
+        """Return :meth:`numpyro_gpaug.gaussians.dense.AffineMap.unshared`."""
+        return self._of_rows(AffineMap.unshared)
 
     def given(self, z: Array) -> Marginals:
         """Return marginals of the predictors given latents (latents, M)."""
         return self._of_rows(lambda map_: map_.given(z))
-
-    def factors(
-        self, at: Marginals, slopes: Marginals, least_precision: float = -jnp.inf
-    ) -> GaussianFactors:
-        """Return :func:`~numpyro_gpaug.gaussians.base.gaussian_factors`."""
-        return gaussian_factors(at, slopes, least_precision)
 
     def information(
         self, factors: GaussianFactors, about: Array | None = None
@@ -139,6 +133,16 @@ class AffineBlocks:
 
         found = latents_apart(over_blocks(block, self._parts, self.number), -1)
         return jax.tree.map(jnp.transpose, found)
+
+
+def kept(map_: Any) -> Any:
+    """Return a map whose blocks, if it has any, are computed once."""
+    return map_.keep() if isinstance(map_, AffineBlocks) else map_
+
+
+def afresh(map_: Any) -> Any:
+    """Return a map with derivatives: blocks are computed at each use."""
+    return map_.afresh() if isinstance(map_, AffineBlocks) else map_
 
 
 def affine_blocks(

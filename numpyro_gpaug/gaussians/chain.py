@@ -44,12 +44,12 @@ from jax import Array
 
 from numpyro_gpaug.gaussians.base import Layout, Structure
 from numpyro_gpaug.gaussians.groups import (
+    Blocks,
+    GroupedMoments,
     GroupMoments,
     GroupNatural,
     Groups,
     half_of,
-    log_det_of,
-    log_normal,
 )
 from numpyro_gpaug.gaussians.rows import Rows, shifts
 from numpyro_gpaug.math import linalg, small
@@ -68,22 +68,32 @@ from numpyro_gpaug.math.recurrences import (
 )
 
 
-class ChainMoments(NamedTuple):
-    """Moments of a Gaussian along chains; each has a leading axis of 1. The groups of
-    :class:`~numpyro_gpaug.gaussians.base.Layout` are the ``G = chains steps`` steps.
+@dataclass(frozen=True)
+class _Steps(Blocks):
+    """Steps, each of which depends on the next, given the border.
 
-    :param mean: (1, G R + K).
-    :param inverse: L, lower, of steps given the next: ``L' L = M^-1``, (1, G, R, R).
-    :param gain: the coefficients of a step on the next, (1, chains, steps, R, R).
-    :param roots: roots of every step's covariance given the corner, ``L' L``, (1, G, R,
-        R).
-    :param cross: Y, (1, G, R, E): the cross gain from the corner's noise to the steps.
-    :param whitener: V, (1, E, K); E is K, or more after members were added.
-    :param kept: if the noise has covariances of its own, ``I - A_{t+1} G_t``, computed
-        without a difference, ``A_{t+1}``, and the part of mean and cross gain that does
-        not come from the next step, (1, chains, steps, R, 2 R + 1 + E).
+    :param gain: the coefficients of a step on the next, (chains, steps, R, R).
     """
 
+    gain: Array
+
+    def half(self, b: Array) -> Array:
+        return super().half(_ahead(self.gain, self._along(b)).reshape(b.shape))
+
+    def drawn(self, e: Array) -> Array:
+        alone = self._along(super().drawn(e))
+        return _back(self.gain, alone).reshape(e.shape)
+
+    def noise_of(self, x: Array) -> Array:
+        along = self._along(x)
+        apart = along - small.product(self.gain, step_after(along))
+        return super().noise_of(apart.reshape(x.shape))
+
+    def _along(self, x: Array) -> Array:
+        return x.reshape(*self.gain.shape[:3], -1)
+
+
+class _ChainMoments(NamedTuple):
     mean: Array
     inverse: Array
     gain: Array
@@ -92,40 +102,27 @@ class ChainMoments(NamedTuple):
     whitener: Array
     kept: Array | None = None
 
-    @property
-    def layout(self) -> Layout:
-        """The layout of the latents."""
-        _, groups, each, _ = self.inverse.shape
-        return Layout(groups, each, self.whitener.shape[-1])
+
+class ChainMoments(_ChainMoments, GroupedMoments):
+    """Moments of a Gaussian along chains. The groups of
+    :class:`~numpyro_gpaug.gaussians.base.Layout` are the ``G = chains steps`` steps.
+
+    :param gain: the coefficients of a step on the next, (1, chains, steps, R, R).
+    :param roots: roots of every step's covariance given the corner, ``L' L``, (1, G, R,
+        R).
+    :param kept: if the noise has covariances of its own, ``I - A_{t+1} G_t``, computed
+        without a difference, ``A_{t+1}``, and the part of mean and cross gain that does
+        not come from the next step, (1, chains, steps, R, 2 R + 1 + E).
+    """
 
     @property
-    def log_det(self) -> Array:
-        """The log-determinant of the covariance, (1,)."""
-        return log_det_of(self.inverse, self.whitener)
+    def given_border(self) -> _Steps:
+        return _Steps(self.inverse[0], self.gain[0])
 
     @property
     def variances(self) -> Array:
         """Variances of the latents, (1, G R + K)."""
         return GroupMoments(self.mean, self.roots, self.cross, self.whitener).variances
-
-    @property
-    def rank(self) -> int:
-        """The number of standard normal numbers that :meth:`unwhiten` takes."""
-        return self.layout.size - self.layout.others + self.whitener.shape[1]
-
-    def push_forward(self, projection: Array) -> tuple[Array, tuple[Array, Array]]:
-        """Return the shift of the means, and the root of the covariance, under an
-        affine map.
-
-        :param projection: A, (1, G R + K, n).
-        :return: ``A' mean`` (1, n) and rows, (1, G R, n) and (1, E, n), whose squares
-            sum to the variances.
-        """
-        shift = jnp.vecmat(self.mean, projection)
-        own, corner = self._columns(projection[0])
-        rows = small.product(self.inverse[0], self._ahead(own))
-        rest = self.whitener[0] @ corner - self._drawn(own)
-        return shift, (rows.reshape(1, -1, own.shape[-1]), rest[None])
 
     def half(self, rows: Rows) -> tuple[Array, Array]:
         """Return the two factors of
@@ -151,74 +148,12 @@ class ChainMoments(NamedTuple):
         size = rows_of_blocks(number, 8 * layout.size, self.mean.dtype) or number
 
         def of_block(part: Rows) -> Array:
-            moved = self.covarying(_projection(part, layout))
-            return jax.vmap(lambda z: _shifts(rows, layout, z))(moved.T)
+            _, roots = self.push_forward(_projection(part, layout)[None])
+            covarying = self.unwhiten(jnp.concatenate(roots, 1)[0].T)
+            return jax.vmap(lambda z: _shifts(rows, layout, z))(covarying)
 
         cut = jax.tree.map(lambda x: cut_rows(x, size), rows)
         return over_blocks(of_block, cut, number)
-
-    def covarying(self, projection: Array) -> Array:
-        """Return the covariances of all latents with affine functions of them, (G R +
-        K, n).
-
-        :param projection: A, (G R + K, n).
-        """
-        own, corner = self._columns(projection)
-        drawn = self.whitener[0] @ corner - self._drawn(own)
-        inverse = self.inverse[0]
-        rows = small.product(inverse.mT, small.product(inverse, self._ahead(own)))
-        rows = self._back(rows) - jnp.einsum("gre,en->grn", self.cross[0], drawn)
-        rest = self.whitener[0].T @ drawn
-        return jnp.concatenate([rows.reshape(-1, own.shape[-1]), rest])
-
-    def unwhiten(self, noise: Array) -> Array:
-        """Return deviations from the mean.
-
-        :param noise: standard normal, (..., rank).
-        """
-        layout, lead = self.layout, noise.shape[:-1]
-        flat = noise.reshape(-1, self.rank).T
-        own, corner = self._columns(flat)
-        rows = self._back(small.product(self.inverse[0].mT, own))
-        rows -= jnp.einsum("gre,en->grn", self.cross[0], corner)
-        rest = self.whitener[0].T @ corner
-        found = jnp.concatenate([rows.reshape(-1, flat.shape[-1]), rest])
-        return found.T.reshape(*lead, layout.size)
-
-    def whiten(self, deviation: Array) -> Array:
-        """Return the noise of deviations; the inverse of :meth:`unwhiten`.
-
-        :param deviation: (..., G R + K).
-        """
-        lead = deviation.shape[:-1]
-        flat = deviation.reshape(-1, self.layout.size).T
-        own, corner = self._columns(flat)
-        corner = linalg.inverse_lower(self.whitener[0]).mT @ corner
-        own = own + jnp.einsum("gre,en->grn", self.cross[0], corner)
-        along = own.reshape(*self.gain.shape[1:4], -1)
-        apart = along - small.product(self.gain[0], step_after(along))
-        apart = apart.reshape(own.shape)
-        rows = small.product(small.inverse_lower(self.inverse[0]).mT, apart)
-        found = jnp.concatenate([rows.reshape(-1, flat.shape[-1]), corner])
-        return found.T.reshape(*lead, self.rank)
-
-    def _columns(self, flat: Array) -> tuple[Array, Array]:
-        """Return columns (G R + ..., n) as those of steps, (G, R, n), and those of the
-        corner."""
-        groups, each = self.inverse.shape[1:3]
-        cut = groups * each
-        return flat[:cut].reshape(groups, each, -1), flat[cut:]
-
-    def _drawn(self, own: Array) -> Array:
-        return jnp.einsum("gre,grn->en", self.cross[0], own)
-
-    def _ahead(self, numbers: Array) -> Array:
-        along = numbers.reshape(*self.gain.shape[1:4], -1)
-        return _ahead(self.gain[0], along).reshape(numbers.shape)
-
-    def _back(self, numbers: Array) -> Array:
-        along = numbers.reshape(*self.gain.shape[1:4], -1)
-        return _back(self.gain[0], along).reshape(numbers.shape)
 
     def extended(self, prior: ChainPrior, places: np.ndarray) -> ChainMoments:
         """Return moments with longer or shorter chains, and with new chains and border
@@ -248,21 +183,16 @@ class ChainMoments(NamedTuple):
             for x, y in zip(known, fresh, strict=True)
         )
         mean, inverse, gain, roots, cross = chosen
-        seen = corner >= 0
-        column = np.where(seen, corner - self.layout.groups * each, 0)
-        rest = self.layout.split(self.mean)[1]
-        own = jax.nn.one_hot(np.flatnonzero(~seen), len(seen), dtype=mean.dtype)
-        columns = jnp.where(seen, self.whitener[..., column], 0)
-        rest = jnp.where(seen, rest[:, column], 0)
+        border, number = self.border_of(corner)
         flat = 1, layout.groups
         cross = cross.reshape(*flat, *cross.shape[2:])
         return ChainMoments(
-            layout.joined(mean.reshape(*flat, each), rest),
+            layout.joined(mean.reshape(*flat, each), border.mean),
             inverse.reshape(*flat, each, each),
             gain[None],
             roots.reshape(*flat, each, each),
-            jnp.pad(cross, [(0, 0)] * 3 + [(0, len(own))]),
-            jnp.concatenate([columns, own[None]], 1),
+            jnp.pad(cross, [(0, 0)] * 3 + [(0, number)]),
+            border.whitener,
         )
 
 
@@ -407,20 +337,6 @@ class ChainNatural(NamedTuple):
         steps, corner = self.layout.split(whole)
         return self.layout.joined(jnp.ones_like(steps), corner)
 
-    def stand_in(self) -> ChainMoments:
-        """Return meaningless numbers in the shapes of :meth:`moments`."""
-        links, whitener = split(self.links)
-        return ChainMoments(
-            self.potential, self.groups, links, self.groups, self.border,
-            self.corner, self._stand_in_kept(whitener),
-        )  # fmt: skip
-
-    def _stand_in_kept(self, whitener: Array | None) -> Array | None:
-        if whitener is None:
-            return None
-        border = self.border.reshape(*self.links.shape[:4], -1)
-        return jnp.concatenate([self.links, border], -1)
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -523,10 +439,11 @@ class ChainPrior:
         links, whitener = split(self.links)
         if q.kept is None or whitener is None:
             return None
-        own, corner = q._columns((q.mean + q.unwhiten(noise)).T)
+        steps = q.layout.groups * q.layout.each
+        own, corner = jnp.split((q.mean + q.unwhiten(noise)).T, [steps])
         along = own.reshape(*links.shape[:3], -1)
-        fresh, rest = q._columns(noise.T)
-        fresh = small.product(q.inverse[0].mT, fresh).reshape(along.shape)
+        fresh, rest = jnp.split(noise.T, [steps])
+        fresh = Blocks(q.inverse[0]).drawn(fresh).reshape(along.shape)
         alone = q.kept[0][..., 2 * links.shape[-1] :]
         alone = alone[..., :1] + fresh - alone[..., 1:] @ rest
         first = small.product(whitener[:, :1], along[:, :1])
@@ -573,27 +490,13 @@ class ChainPrior:
 
         :param mean: the means, (1, G R + K).
         """
-        apart, corner = self._noise(mean)
-        links, whitener = split(self.links)
-        if whitener is not None:
-            apart = small.product(whitener.mT, apart)
-        ahead = step_after(links).mT
-        pulled = apart - small.product(ahead, step_after(apart))
-        layout = self.structure.layout
-        steps = pulled.reshape(1, layout.groups, layout.each)
-        return layout.joined(steps, corner)
+        return -jax.grad(lambda z: self.terms(z).sum())(mean[0])[None]
 
     def terms(self, z: Array) -> Array:
         """See :class:`~numpyro_gpaug.gaussians.base.StructurePrior`."""
         return -0.5 * jnp.square(
             jnp.concatenate([x.ravel() for x in self._noise(z[None])])
         )
-
-    def log_density(self, z: Array) -> Array:
-        """Return the log-density at latents (1, G R + K), (1,)."""
-        apart, corner = self._noise(z)
-        density = log_normal(apart.reshape(1, -1)) + log_normal(corner)
-        return density + jnp.sum(self._log_noise)
 
     def _noise(self, z: Array) -> tuple[Array, Array]:
         """Return the standard normal numbers behind the latents: those of steps,

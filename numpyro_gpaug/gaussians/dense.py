@@ -24,7 +24,6 @@ from numpyro_gpaug.gaussians.base import (
     GaussianFactors,
     Marginals,
     Structure,
-    gaussian_factors,
     selected,
 )
 from numpyro_gpaug.math import linalg
@@ -151,10 +150,6 @@ class NaturalGaussian(NamedTuple):
         """The diagonal of the precision, (..., M)."""
         return linalg.diagonal(self.precision)
 
-    def stand_in(self) -> Moments:
-        """Return meaningless numbers in the shapes of :meth:`moments`."""
-        return Moments(self.potential, self.precision)
-
 
 class Prior(NamedTuple):
     """Independent normal latents.
@@ -192,12 +187,6 @@ class Prior(NamedTuple):
     def terms(self, z: Array) -> Array:
         """See :class:`~numpyro_gpaug.gaussians.base.StructurePrior`."""
         return -0.5 * jnp.square((z - self.loc[0]) / self.scale[0])
-
-    def log_density(self, z: Array) -> Array:
-        """Return the log-density at latents (latents, M), (latents,)."""
-        white = (z - self.loc) / self.scale
-        terms = jnp.square(white) + 2 * jnp.log(self.scale)
-        return -0.5 * (terms + float(np.log(2 * np.pi))).sum(-1)
 
 
 class AffineMap(NamedTuple):
@@ -250,9 +239,10 @@ class AffineMap(NamedTuple):
         the variance is zero."""
         return self._share(self._explained())
 
-    def shared(self) -> Array:
-        """Return the part of :meth:`explained` that no latent explains alone."""
-        return self._share(self._explained() - jnp.square(self.projection).max(-2))
+    def unshared(self) -> Array:
+        """Whether at most one latent explains part of each predictor, (latents, n)."""
+        shared = self._explained() - jnp.square(self.projection).max(-2)
+        return self._share(shared) < LEAST_SHARED
 
     def _share(self, part: Array) -> Array:
         total = self.prior_variance()
@@ -281,13 +271,6 @@ class AffineMap(NamedTuple):
         """Return marginals of the predictors given latents (latents, M)."""
         mean = self(z)
         return Marginals(mean, jnp.broadcast_to(self.residual, mean.shape))
-
-    def factors(
-        self, at: Marginals, slopes: Marginals, least_precision: float = -jnp.inf
-    ) -> GaussianFactors:
-        """Return :func:`gaussian_factors`; a map with pairs of predictors has other
-        factors."""
-        return gaussian_factors(at, slopes, least_precision)
 
     def information(
         self, factors: GaussianFactors, about: Array | None = None
@@ -333,11 +316,6 @@ class AffineMap(NamedTuple):
         """Return the map of some latents, or of all for ``None``."""
         return selected(self, latents)
 
-    def keep(self) -> AffineMap:
-        """Return this map; maps in blocks (:mod:`numpyro_gpaug.gaussians.blocks`) are
-        computed lazily."""
-        return self
-
     def in_order(self) -> AffineMap:
         """Return this map: the order of its rows makes no difference."""
         return self
@@ -345,10 +323,6 @@ class AffineMap(NamedTuple):
     def certain(self) -> AffineMap:
         """Return the same map without the residual."""
         return self._replace(residual=jnp.zeros_like(self.residual))
-
-    def afresh(self) -> AffineMap:
-        """Return this map, which has derivatives."""
-        return self
 
     def with_gram(self) -> AffineMap:
         """Return the same map, with ``A' A`` stored if it is no larger than ``A A'``. A
@@ -458,14 +432,6 @@ def kl_to_diagonal(q: Moments, loc: Array, scale: Array) -> Array:
     terms = (q.variances + jnp.square(q.mean - loc)) / jnp.square(scale)
     roots = jnp.abs(linalg.diagonal(q.whitener)) / scale
     return 0.5 * (terms - 1 - 2 * jnp.log(roots)).sum(-1)
-
-
-def unshared(shared: Array) -> Array:
-    """Whether at most one latent explains part of a predictor.
-
-    :param shared: from :meth:`AffineMap.shared`.
-    """
-    return shared < LEAST_SHARED
 
 
 def _instantiated(tangent: Any) -> Any:

@@ -37,6 +37,8 @@ import numpy as np
 from jax import Array, lax
 
 from numpyro_gpaug.gaussians.base import Layout, Structure
+from numpyro_gpaug.gaussians.bordered import Bordered
+from numpyro_gpaug.gaussians.dense import Moments
 from numpyro_gpaug.gaussians.rows import RowMap, Rows, shifts
 from numpyro_gpaug.math import linalg, small
 from numpyro_gpaug.math.arrays import STATIC
@@ -48,35 +50,41 @@ from numpyro_gpaug.math.sharding import shards
 _FEW, _CANCELLED = 8, 100
 
 
-def log_det_of(inverse: Array, whitener: Array) -> Array:
-    """Return the log-determinant of a covariance, (1,), from factors of groups and
-    corner.
+@dataclass(frozen=True)
+class Blocks:
+    """Groups of latents that are independent, given the border.
 
-    :param inverse: (1, G, R, R), triangular.
-    :param whitener: (1, E, K), triangular.
-    """
-    logs = [
-        jnp.log(jnp.abs(linalg.diagonal(x))).reshape(1, -1).sum(-1)
-        for x in (inverse, whitener)
-    ]
-    return 2 * (logs[0] + logs[1])
-
-
-class GroupMoments(NamedTuple):
-    """Moments of a Gaussian whose precision is block diagonal with a border. Like other
-    moments, each has a leading axis of 1.
-
-    :param mean: (1, G R + K).
-    :param inverse: L, lower, (1, G, R, R).
-    :param cross: Y, the cross gain from the noise of the border to the groups, (1, G,
-        R, E).
-    :param whitener: V, (1, E, K); E is K, or more after members were added.
+    :param inverse: L, lower, with covariances ``L' L``, (G, R, R).
     """
 
-    mean: Array
     inverse: Array
-    cross: Array
-    whitener: Array
+
+    def half(self, b: Array) -> Array:
+        """See :class:`~numpyro_gpaug.gaussians.bordered.Bordered`."""
+        return self._times(self.inverse, b)
+
+    def drawn(self, e: Array) -> Array:
+        """See :class:`~numpyro_gpaug.gaussians.bordered.Bordered`."""
+        return self._times(self.inverse.mT, e)
+
+    def noise_of(self, x: Array) -> Array:
+        """See :class:`~numpyro_gpaug.gaussians.bordered.Bordered`."""
+        return self._times(small.inverse_lower(self.inverse).mT, x)
+
+    def _times(self, matrices: Array, x: Array) -> Array:
+        by_group = x.reshape(*self.inverse.shape[:2], -1)
+        return small.product(matrices, by_group).reshape(x.shape)
+
+
+class GroupedMoments(Bordered):
+    """The moments of groups of latents, or of steps, and of a border.
+
+    :param inverse: L, lower, of groups given the border, or of steps given the next
+        step and the border, (1, G, R, R).
+    :param cross: Y, the cross gain from the noise of the border, (1, G, R, E).
+    """
+
+    inverse: Any
 
     @property
     def layout(self) -> Layout:
@@ -87,33 +95,43 @@ class GroupMoments(NamedTuple):
     @property
     def log_det(self) -> Array:
         """The log-determinant of the covariance, (1,)."""
-        return log_det_of(self.inverse, self.whitener)
+        logs = [
+            jnp.log(jnp.abs(linalg.diagonal(x))).reshape(1, -1).sum(-1)
+            for x in (self.inverse, self.whitener)
+        ]
+        return 2 * (logs[0] + logs[1])
 
-    def push_forward(self, projection: Array) -> tuple[Array, tuple[Array, Array]]:
-        """Return the shift of the means, and the root of the covariance, under an
-        affine map.
+    def border_of(self, places: np.ndarray) -> tuple[Moments, int]:
+        """Return the moments of latents of a border, and how many of them are new. New
+        ones are standard normal.
 
-        :param projection: A, (1, G R + K, n).
-        :return: ``A' mean`` (1, n) and rows, (1, G R, n) and (1, E, n), whose squares
-            sum to the variances.
+        :param places: places of these latents among the known ones; -1 for new ones.
         """
-        shift, (groups, each, *_) = jnp.vecmat(self.mean, projection), self.layout
-        own, corner = jnp.split(projection, [groups * each], 1)
-        shape = *self.inverse.shape[:3], own.shape[-1]
-        rows = small.product(self.inverse, own.reshape(shape)).reshape(own.shape)
-        drawn = self.cross.reshape(1, groups * each, -1).mT @ own
-        return shift, (rows, self.whitener @ corner - drawn)
+        begin = self.layout.groups * self.layout.each
+        border = Moments(self.mean[:, begin:], self.whitener)
+        found = border.extended(None, np.where(places >= 0, places - begin, -1))
+        return found, found.rank - border.rank
+
+
+class _GroupMoments(NamedTuple):
+    mean: Array
+    inverse: Array
+    cross: Array
+    whitener: Array
+
+
+class GroupMoments(_GroupMoments, GroupedMoments):
+    """Moments of a Gaussian whose precision is block diagonal with a border."""
+
+    @property
+    def given_border(self) -> Blocks:
+        return Blocks(self.inverse[0])
 
     @property
     def variances(self) -> Array:
         """Variances of the latents, (1, G R + K)."""
         groups = jnp.square(self.inverse).sum(-2) + jnp.square(self.cross).sum(-1)
         return self.layout.joined(groups, jnp.square(self.whitener).sum(-2))
-
-    @property
-    def rank(self) -> int:
-        """The number of standard normal numbers that :meth:`unwhiten` takes."""
-        return self.layout.size - self.layout.others + self.whitener.shape[1]
 
     def half(self, rows: Rows) -> tuple[Array, Array]:
         """Return ``L a`` (n, R) and ``V c - Y' a`` (n, E) of rows: their squares sum to
@@ -138,47 +156,18 @@ class GroupMoments(NamedTuple):
         groups, corner = layout.split(places)
         # A group is known completely or not at all.
         group, old = groups[:, 0] // self.layout.each, groups[:, 0] >= 0
-        known = corner >= 0
-        column = np.where(known, corner - self.layout.groups * self.layout.each, 0)
-        means, rest = self.layout.split(self.mean)
+        border, fresh = self.border_of(corner)
+        means, _ = self.layout.split(self.mean)
         means = jnp.where(old[:, None], means[:, group], 0)
-        rest = jnp.where(known, rest[:, column], 0)
-        eye = jnp.eye(layout.each, dtype=rest.dtype)
+        eye = jnp.eye(layout.each, dtype=means.dtype)
         inverse = jnp.where(old[:, None, None], self.inverse[:, group], eye)
-        fresh = np.flatnonzero(~known)
-        own = jax.nn.one_hot(fresh, len(known), dtype=rest.dtype)
-        columns = jnp.where(known, self.whitener[..., column], 0)
         cross = jnp.where(old[:, None, None], self.cross[:, group], 0)
         return GroupMoments(
-            layout.joined(means, rest),
+            layout.joined(means, border.mean),
             inverse,
-            jnp.pad(cross, [(0, 0)] * 3 + [(0, len(fresh))]),
-            jnp.concatenate([columns, own[None]], 1),
+            jnp.pad(cross, [(0, 0)] * 3 + [(0, fresh)]),
+            border.whitener,
         )
-
-    def unwhiten(self, noise: Array) -> Array:
-        """Return deviations from the mean.
-
-        :param noise: standard normal, (..., rank).
-        """
-        rank = self.whitener.shape[1]
-        groups, corner = self.layout._replace(others=rank).split(noise)
-        own = jnp.einsum("gij,...gi->...gj", self.inverse[0], groups)
-        moved = jnp.einsum("gre,...e->...gr", self.cross[0], corner)
-        return self.layout.joined(own - moved, corner @ self.whitener[0])
-
-    def whiten(self, deviation: Array) -> Array:
-        """Return the noise of deviations; the inverse of :meth:`unwhiten`.
-
-        :param deviation: (..., G R + K).
-        """
-        groups, corner = self.layout.split(deviation)
-        root = linalg.inverse_lower(self.whitener[0]).mT
-        corner = jnp.einsum("ek,...k->...e", root, corner)
-        groups = groups + jnp.einsum("gre,...e->...gr", self.cross[0], corner)
-        inverse = small.inverse_lower(self.inverse[0])
-        own = jnp.einsum("gij,...gi->...gj", inverse, groups)
-        return self.layout.joined(own, corner)
 
 
 class GroupNatural(NamedTuple):
@@ -242,10 +231,6 @@ class GroupNatural(NamedTuple):
         groups, corner = linalg.diagonal(self.groups), linalg.diagonal(self.corner)
         return self.layout.joined(groups, corner)
 
-    def stand_in(self) -> GroupMoments:
-        """Return meaningless numbers in the shapes of :meth:`moments`."""
-        return GroupMoments(self.potential, self.groups, self.border, self.corner)
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -286,15 +271,6 @@ class GroupPrior:
     def terms_apart(self, groups: Array, others: Array) -> tuple[Array, Array]:
         """See :class:`~numpyro_gpaug.gaussians.base.StructurePrior`."""
         return self.terms(groups), self.terms(others)
-
-    def log_density(self, z: Array) -> Array:
-        """Return the log-density at latents (..., G R + K)."""
-        return log_normal(z)
-
-
-def log_normal(z: Array) -> Array:
-    """Return the log-density of standard normal numbers (..., n), (...)."""
-    return -0.5 * (jnp.square(z) + float(np.log(2 * np.pi))).sum(-1)
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ from jax.experimental.sparse import BCSR
 
 from numpyro_gpaug.gaussians.base import Layout
 from numpyro_gpaug.gaussians.rows import Rows
-from numpyro_gpaug.gaussians.sparse import Extended, Sparse, SparseNatural, nodes_of
+from numpyro_gpaug.gaussians.sparse import NodeMoments, Sparse, SparseNatural
 from numpyro_gpaug.math import linalg
 from numpyro_gpaug.math.conjugate_gradients import by_column, conjugate_gradients
 
@@ -66,22 +66,7 @@ _STEPS, _LANCZOS = 500, 48
 _COLUMNS, _FEWEST = 64, 8
 
 
-class IterativeMoments(NamedTuple):
-    """Moments of a Gaussian whose precision is not factorised, with a leading axis of
-    1.
-
-    :param mean: (1, N + K).
-    :param entries: the precision of the nodes, (1, nnz).
-    :param cross: Y, (1, N, K), as for other sparse precisions.
-    :param whitener: V, (1, K, K).
-    :param draws: draws of the nodes, zero for those that are eliminated, (1, N, draws).
-    :param moved: their conditional means u, (1, N, draws).
-    :param near: covariances of neighbours given the border, (1, nnz).
-    :param of_nodes: the log-determinant of the precision of the nodes, (1,).
-    :param noise: the standard error of half of it, in nats, (1,).
-    :param structure: the structure of the latents.
-    """
-
+class _IterativeMoments(NamedTuple):
     mean: Array
     entries: Array
     cross: Array
@@ -93,6 +78,17 @@ class IterativeMoments(NamedTuple):
     noise: Array
     structure: Iterative
 
+
+class IterativeMoments(_IterativeMoments, NodeMoments):
+    """Moments of a Gaussian whose precision is not factorised.
+
+    :param draws: draws of the nodes, zero for those that are eliminated, (1, N, draws).
+    :param moved: their conditional means u, (1, N, draws).
+    :param near: covariances of neighbours given the border, (1, nnz).
+    :param of_nodes: the log-determinant of the precision of the nodes, (1,).
+    :param noise: the standard error of half of it, in nats, (1,).
+    """
+
     @property
     def log_det(self) -> Array:
         """The log-determinant of the covariance, (1,)."""
@@ -100,24 +96,11 @@ class IterativeMoments(NamedTuple):
         return 2 * corner - self.of_nodes
 
     @property
-    def rank(self) -> int:
-        """The number of standard normal numbers that :meth:`unwhiten` takes."""
-        return self.structure.size
-
-    @property
     def neighbours(self) -> Array:
-        """The covariances of neighbours, given the border, (nnz,)."""
         return self.near[0]
 
     @property
-    def variances(self) -> Array:
-        """Variances of the latents, (1, N + K)."""
-        own = self.near[:, self.structure.pattern.diagonal]
-        own += jnp.square(self.cross).sum(-1)
-        return jnp.concatenate([own, jnp.square(self.whitener).sum(-2)], -1)
-
-    @property
-    def _reduced(self) -> _Reduced:
+    def given_border(self) -> _Reduced:
         return _Reduced.of(self.structure, self.entries[0])
 
     def spreads(self, rows: Rows) -> Array:
@@ -128,8 +111,7 @@ class IterativeMoments(NamedTuple):
         for s, t in combinations(range(value.shape[-1]), 2):
             both = self._covariances(place[:, s], place[:, t])
             found += 2 * value[:, s] * value[:, t] * both
-        dense = rows.dense @ self.whitener[0].T - self._crossed(rows)
-        return jnp.maximum(found, 0) + jnp.square(dense).sum(-1)
+        return jnp.maximum(found, 0) + jnp.square(self.of_border(rows)).sum(-1)
 
     def _covariances(self, one: Array, other: Array) -> Array:
         """Return the covariances of pairs of nodes, given the border, (n,)."""
@@ -143,63 +125,12 @@ class IterativeMoments(NamedTuple):
 
         return lax.cond(apart.any(), estimated, lambda: near)
 
-    def _crossed(self, rows: Rows) -> Array:
-        """Return ``Y' a`` of rows, (n, K)."""
-        return (rows.value[..., None] * self.cross[0][rows.place]).sum(1)
-
-    def covariance(self, rows: Rows) -> Array:
-        """Return the covariances of predictors, (n, n)."""
-        own = nodes_of(rows, self.structure)
-        _, parts = self.push_forward(jnp.concatenate([own, rows.dense.T])[None])
-        root = jnp.concatenate(parts, 1)[0]
-        return root.T @ root
-
-    def push_forward(self, projection: Array) -> tuple[Array, tuple[Array, Array]]:
-        """Return the shift of the means, and the root of the covariance, under an
-        affine map.
-
-        :param projection: A, (1, N + K, n).
-        :return: ``A' mean`` (1, n) and rows, (1, N, n) and (1, K, n), whose squares sum
-            to the variances.
-        """
-        shift = jnp.vecmat(self.mean, projection)
-        own, corner = self.structure.columns(projection[0])
-        rest = self.whitener[0] @ corner - self.cross[0].T @ own
-        return shift, (self._reduced.half(own)[None], rest[None])
-
     def solve(self, b: Array) -> Array:
         """Return the product of the covariance with vectors (..., N + K)."""
         own, corner = self.structure.columns(b.reshape(-1, self.structure.size).T)
         rest = self.whitener[0] @ corner - self.cross[0].T @ own
-        found = self._reduced.solve(own) - self.cross[0] @ rest
+        found = self.given_border.solve(own) - self.cross[0] @ rest
         return jnp.concatenate([found, self.whitener[0].T @ rest]).T.reshape(b.shape)
-
-    def unwhiten(self, noise: Array) -> Array:
-        """Return deviations from the mean.
-
-        :param noise: standard normal, (..., rank).
-        """
-        own, corner = self.structure.columns(noise.reshape(-1, self.rank).T)
-        rows = self._reduced.drawn(own) - self.cross[0] @ corner
-        found = jnp.concatenate([rows, self.whitener[0].T @ corner])
-        return found.T.reshape(noise.shape)
-
-    def whiten(self, deviation: Array) -> Array:
-        """Return the noise of deviations; the inverse of :meth:`unwhiten`.
-
-        :param deviation: (..., N + K).
-        """
-        own, corner = self.structure.columns(deviation.reshape(-1, self.rank).T)
-        corner = linalg.inverse_lower(self.whitener[0]).mT @ corner
-        rows = self._reduced.noise_of(own + self.cross[0] @ corner)
-        return jnp.concatenate([rows, corner]).T.reshape(deviation.shape)
-
-    def extended(self, prior: Any, places: np.ndarray) -> Any:
-        """Return the moments of latents of another prior; see
-        :mod:`numpyro_gpaug.gaussians.base`. New nodes are standard normal."""
-        if np.array_equal(places, np.arange(self.structure.size)):
-            return self
-        return Extended(self, prior.structure, places.astype(np.int64).tobytes())
 
 
 def _shared(draws: Array, moved: Array, one: Any, other: Any) -> Array:

@@ -67,19 +67,6 @@ class PairedMap(NamedTuple):
         pairs = self.single.covariances(q, self.left, self.right)
         return PairMarginals(mean, variance, pairs)
 
-    def select(self, latents: Array | None) -> PairedMap:
-        """Return this map: there is one set of latents."""
-        return self
-
-    def keep(self) -> PairedMap:
-        """Return this map; see
-        :meth:`~numpyro_gpaug.gaussians.dense.AffineMap.keep`."""
-        return self
-
-    def afresh(self) -> PairedMap:
-        """Return this map, which has derivatives."""
-        return self
-
     def certain(self) -> PairedMap:
         """Return the same map without the residual."""
         return self._replace(single=self.single.certain())
@@ -102,10 +89,7 @@ class PairedMap(NamedTuple):
         return moved.at[..., right].add(pairs * x[..., left])
 
     def factors(
-        self,
-        at: PairMarginals,
-        slopes: PairMarginals,
-        least_precision: float = -jnp.inf,
+        self, at: PairMarginals, slopes: PairMarginals, least_precision: float
     ) -> PairFactors:
         """Return the factors of predictors, as
         :func:`~numpyro_gpaug.gaussians.base.gaussian_factors` does, and those of pairs:
@@ -128,3 +112,13 @@ class PairedMap(NamedTuple):
         own = GaussianFactors(factors.potential - lean, factors.precision)
         coupling = self.single.coupling(factors.cross, self.left, self.right)
         return jax.tree.map(jnp.add, self.single.information(own, about), coupling)
+
+
+def factors_of(
+    map_: Any, at: Any, slopes: Any, least_precision: float = -jnp.inf
+) -> GaussianFactors | PairFactors:
+    """Return the factors on the predictors of a map, and on pairs of them if it has
+    any; see :func:`~numpyro_gpaug.gaussians.base.gaussian_factors`."""
+    if isinstance(map_, PairedMap):
+        return map_.factors(at, slopes, least_precision)
+    return gaussian_factors(at, slopes, least_precision)

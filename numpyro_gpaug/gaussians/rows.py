@@ -13,12 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from numpyro_gpaug.gaussians.base import (
-    GaussianFactors,
-    Layout,
-    Marginals,
-    gaussian_factors,
-)
+from numpyro_gpaug.gaussians.base import GaussianFactors, Layout, Marginals
 from numpyro_gpaug.math.arrays import STATIC
 from numpyro_gpaug.math.blocks import cut_rows, over_blocks
 from numpyro_gpaug.math.ordering import Order
@@ -136,12 +131,6 @@ class RowMap:
         """Return the covariance of all predictors, (1, n, n), without the residual."""
         return q.covariance(self._in_place)[None]
 
-    def factors(
-        self, at: Marginals, slopes: Marginals, least_precision: float = -jnp.inf
-    ) -> GaussianFactors:
-        """Return :func:`~numpyro_gpaug.gaussians.base.gaussian_factors`."""
-        return gaussian_factors(at, slopes, least_precision)
-
     def information(self, factors: GaussianFactors, about: Array | None = None) -> Any:
         """Return the information of factors on the predictors about the latents, to be
         added to the prior's.
@@ -164,19 +153,6 @@ class RowMap:
         """
         given = self._in_place
         return self.structure.coupling(given.at(left), given.at(right), cross[0])
-
-    def select(self, latents: Array | None) -> RowMap:
-        """Return this map: there is one set of latents."""
-        return self
-
-    def keep(self) -> RowMap:
-        """Return this map; see
-        :meth:`~numpyro_gpaug.gaussians.dense.AffineMap.keep`."""
-        return self
-
-    def afresh(self) -> RowMap:
-        """Return this map, which has derivatives."""
-        return self
 
     def certain(self) -> RowMap:
         """Return the same map without the residual."""

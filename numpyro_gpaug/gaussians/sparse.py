@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from base64 import b64decode, b64encode
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import combinations
 from typing import Any, ClassVar, NamedTuple
 
@@ -36,6 +36,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_gpaug.gaussians.base import Layout, Structure
+from numpyro_gpaug.gaussians.bordered import Bordered
 from numpyro_gpaug.gaussians.rows import RowMap, Rows
 from numpyro_gpaug.math import linalg, sparse_cholesky
 from numpyro_gpaug.math.arrays import STATIC
@@ -46,58 +47,21 @@ from numpyro_gpaug.math.sparse_pattern import Pattern
 _RIDGE = {"float32": 1e-5, "float64": 1e-10}
 
 
-class SparseMoments(NamedTuple):
-    """Moments of a Gaussian with a sparse precision, with a leading axis of 1.
+class NodeMoments(Bordered):
+    """The moments of nodes and of a border.
 
-    :param mean: (1, N + K).
-    :param factor: the factor L of the precision of the nodes.
-    :param reflections: vectors v of the reflections ``I - 2 v v'``, (1, c, N).
-    :param constrained: ``log det U' U``, (1,).
     :param entries: the precision of the nodes, as in natural parameters, (1, nnz).
-    :param cross: Y, (1, N, K).
-    :param whitener: V, (1, K, K).
     :param structure: the structure of the latents.
+    :ivar neighbours: the covariances of neighbours, given the border, (nnz,).
     """
 
-    mean: Array
-    factor: Any
-    reflections: Array
-    constrained: Array
-    entries: Array
-    cross: Array
-    whitener: Array
-    structure: Sparse
-
-    @property
-    def log_det(self) -> Array:
-        """The log-determinant of the covariance, of latents that fulfil the
-        constraints, (1,)."""
-        corner = jnp.log(jnp.abs(linalg.diagonal(self.whitener))).sum(-1)
-        return 2 * corner - self.factor.log_det - self.constrained
+    entries: Any
+    structure: Any
+    neighbours: Any
 
     @property
     def rank(self) -> int:
-        """The number of standard normal numbers that :meth:`unwhiten` takes."""
-        return self.structure.rank
-
-    @property
-    def _half(self) -> _Half:
-        normals = jnp.asarray(self.structure.constraints, self.mean.dtype)
-        factor = jax.tree.map(lambda x: x[0], self.factor)
-        return _Half(factor, self.reflections[0], normals, self.structure.first)
-
-    @property
-    def _drawn(self) -> Array:
-        """Columns W (N, c): the constraints subtract ``W W'`` from the inverse of the
-        nodes' precision."""
-        return self._half.removed()
-
-    @property
-    def neighbours(self) -> Array:
-        """The covariances of neighbours, given the border, (nnz,)."""
-        pattern, drawn = self.structure.pattern, self._drawn
-        taken = (drawn[pattern.rows] * drawn[pattern.columns]).sum(-1)
-        return self._half.factor.selected_inverse() - taken
+        return int(self.structure.rank)
 
     @property
     def variances(self) -> Array:
@@ -107,66 +71,19 @@ class SparseMoments(NamedTuple):
         corner = jnp.square(self.whitener[0]).sum(-2)
         return jnp.concatenate([own, corner])[None]
 
-    def spreads(self, rows: Rows) -> Array:
-        """Return the variances of predictors whose nodes are neighbours, (n,)."""
-        dense = rows.dense @ self.whitener[0].T - self._crossed(rows)
-        return self._of_nodes(rows) + jnp.square(dense).sum(-1)
-
-    def _crossed(self, rows: Rows) -> Array:
-        """Return ``Y' a`` of rows, (n, K)."""
-        return (rows.value[..., None] * self.cross[0][rows.place]).sum(1)
-
-    def _of_nodes(self, rows: Rows) -> Array:
-        """Return the variances of predictors given all latents of the border, (n,)."""
-        found = self._half.factor.forms(rows.place, rows.value)
-        removed = (rows.value[..., None] * self._drawn[rows.place]).sum(1)
-        return jnp.maximum(found - jnp.square(removed).sum(-1), 0)
+    def of_border(self, rows: Rows) -> Array:
+        """Return rows (n, K) whose squares sum to the variances that predictors have
+        from the border."""
+        moved = (rows.value[..., None] * self.cross[0][rows.place]).sum(1)
+        return rows.dense @ self.whitener[0].T - moved
 
     def covariance(self, rows: Rows) -> Array:
         """Return the covariances of predictors, (n, n)."""
-        own = self._half(nodes_of(rows, self.structure))
-        dense = rows.dense @ self.whitener[0].T - self._crossed(rows)
-        return own.T @ own + dense @ dense.T
+        own = self.given_border.half(nodes_of(rows, self.structure))
+        border = self.of_border(rows)
+        return own.T @ own + border @ border.T
 
-    def push_forward(self, projection: Array) -> tuple[Array, tuple[Array, Array]]:
-        """Return the shift of the means, and the root of the covariance, under an
-        affine map.
-
-        :param projection: A, (1, N + K, n).
-        :return: ``A' mean`` (1, n) and rows, (1, N - c, n) and (1, K, n), whose squares
-            sum to the variances.
-        """
-        shift = jnp.vecmat(self.mean, projection)
-        own, corner = self.structure.columns(projection[0])
-        rest = self.whitener[0] @ corner - self.cross[0].T @ own
-        return shift, (self._half(own)[None], rest[None])
-
-    def unwhiten(self, noise: Array) -> Array:
-        """Return deviations from the mean.
-
-        :param noise: standard normal, (..., rank).
-        """
-        lead, flat = noise.shape[:-1], noise.reshape(-1, self.rank).T
-        cut = self.rank - self.whitener.shape[-1]
-        own, corner = flat[:cut], flat[cut:]
-        rows = self._half.transposed(own) - self.cross[0] @ corner
-        found = jnp.concatenate([rows, self.whitener[0].T @ corner])
-        return found.T.reshape(*lead, self.structure.size)
-
-    def whiten(self, deviation: Array) -> Array:
-        """Return the noise of deviations; the inverse of :meth:`unwhiten`.
-
-        :param deviation: (..., N + K), which fulfil the constraints.
-        """
-        lead = deviation.shape[:-1]
-        own, corner = self.structure.columns(
-            deviation.reshape(-1, self.structure.size).T
-        )
-        corner = linalg.inverse_lower(self.whitener[0]).mT @ corner
-        rows = self._half.product(own + self.cross[0] @ corner)
-        return jnp.concatenate([rows, corner]).T.reshape(*lead, self.rank)
-
-    def extended(self, prior: NodePrior, places: np.ndarray) -> Any:
+    def extended(self, prior: Any, places: np.ndarray) -> Any:
         """Return the moments of latents of another prior; see
         :mod:`numpyro_gpaug.gaussians.base`. New nodes are standard normal."""
         if np.array_equal(places, np.arange(self.structure.size)):
@@ -174,7 +91,59 @@ class SparseMoments(NamedTuple):
         return Extended(self, prior.structure, places.astype(np.int64).tobytes())
 
 
-class _Half(NamedTuple):
+class _SparseMoments(NamedTuple):
+    mean: Array
+    factor: Any
+    reflections: Array
+    constrained: Array
+    entries: Array
+    cross: Array
+    whitener: Array
+    structure: Sparse
+
+
+class SparseMoments(_SparseMoments, NodeMoments):
+    """Moments of a Gaussian with a sparse precision that is factorised.
+
+    :param factor: the factor L of the precision of the nodes.
+    :param reflections: vectors v of the reflections ``I - 2 v v'``, (1, c, N).
+    :param constrained: ``log det U' U``, (1,).
+    """
+
+    @property
+    def log_det(self) -> Array:
+        """The log-determinant of the covariance, of latents that fulfil the
+        constraints, (1,)."""
+        corner = jnp.log(jnp.abs(linalg.diagonal(self.whitener))).sum(-1)
+        return 2 * corner - self.factor.log_det - self.constrained
+
+    @property
+    def given_border(self) -> _Nodes:
+        normals = jnp.asarray(self.structure.constraints, self.mean.dtype)
+        factor = jax.tree.map(lambda x: x[0], self.factor)
+        return _Nodes(factor, self.reflections[0], normals, self.structure.first)
+
+    @property
+    def _drawn(self) -> Array:
+        """Columns W (N, c): the constraints subtract ``W W'`` from the inverse of the
+        nodes' precision."""
+        return self.given_border.removed()
+
+    @property
+    def neighbours(self) -> Array:
+        pattern, drawn = self.structure.pattern, self._drawn
+        taken = (drawn[pattern.rows] * drawn[pattern.columns]).sum(-1)
+        return self.given_border.factor.selected_inverse() - taken
+
+    def spreads(self, rows: Rows) -> Array:
+        """Return the variances of predictors whose nodes are neighbours, (n,)."""
+        found = self.given_border.factor.forms(rows.place, rows.value)
+        removed = (rows.value[..., None] * self._drawn[rows.place]).sum(1)
+        own = jnp.maximum(found - jnp.square(removed).sum(-1), 0)
+        return own + jnp.square(self.of_border(rows)).sum(-1)
+
+
+class _Nodes(NamedTuple):
     """Half solves with a precision under constraints.
 
     :param factor: the factor of the precision.
@@ -188,15 +157,15 @@ class _Half(NamedTuple):
     normals: Array
     first: np.ndarray
 
-    def __call__(self, b: Array) -> Array:
+    def half(self, b: Array) -> Array:
         """Return rows (N - c, n) whose squares sum to variances, of columns (N, n)."""
         return self._turned(self.factor.half_solve(b))
 
-    def product(self, x: Array) -> Array:
+    def noise_of(self, x: Array) -> Array:
         """Return the noise (N - c, n) of deviations (N, n)."""
         return self._turned(self.factor.half_product(x))
 
-    def transposed(self, noise: Array) -> Array:
+    def drawn(self, noise: Array) -> Array:
         """Return deviations (N, n) of noise (N - c, n)."""
         found = self.factor.half_solve_transposed(self._back(noise))
         # The reflections have rounding errors, which a nearly singular precision
@@ -288,17 +257,6 @@ class SparseNatural(NamedTuple):
         own = values[None, self.structure.pattern.diagonal]
         return jnp.concatenate([own, linalg.diagonal(self.corner)], -1)
 
-    def stand_in(self) -> SparseMoments:
-        """Return meaningless numbers in the shapes of :meth:`moments`."""
-        shapes = _moments_of(self.structure, self.potential.dtype)
-        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-
-
-@lru_cache(maxsize=16)
-def _moments_of(structure: Sparse, dtype: Any) -> Any:
-    """Return the shapes of moments, which a trace of a factorisation finds."""
-    return jax.eval_shape(lambda: structure.standard(dtype).moments())
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -373,11 +331,6 @@ class NodePrior:
         border = jnp.ones(structure.layout.others, own.dtype)
         diagonal, _ = structure.split_apart(jnp.concatenate([own, border]))
         return -groups * (pulled + 0.5 * diagonal * groups), -0.5 * others * moved
-
-    def log_density(self, z: Array) -> Array:
-        """Return the log-density at latents (1, N + K), (1,)."""
-        constant = self.structure.rank * float(np.log(2 * np.pi))
-        return (self.terms(z[0]).sum() + 0.5 * (self.log_det - constant))[None]
 
 
 @jax.tree_util.register_dataclass
@@ -625,9 +578,9 @@ class Sparse(Structure):
         normals = jnp.asarray(self.constraints, entries.dtype)
         free = factor.half_solve(normals) if normals.shape[-1] else normals
         first = self.first
-        half = _Half(factor, _reflections(free, first), normals, first)
+        nodes = _Nodes(factor, _reflections(free, first), normals, first)
         own, corner = self.columns(natural.potential[0][:, None])
-        solved = half.transposed(half(jnp.concatenate([own, border], -1)))
+        solved = nodes.drawn(nodes.half(jnp.concatenate([own, border], -1)))
         mean, gain = solved[:, 0], solved[:, 1:]
         rest = border - self.product(entries, gain)
         explained = linalg.precise(lambda: border.T @ gain + gain.T @ rest)()
@@ -642,7 +595,7 @@ class Sparse(Structure):
         )
         leading = jax.tree.map(lambda x: x[None], factor)
         return SparseMoments(
-            mean[None], leading, half.reflections[None], constrained[None],
+            mean[None], leading, nodes.reflections[None], constrained[None],
             natural.entries, cross[None], whitener, self,
         )  # fmt: skip
 

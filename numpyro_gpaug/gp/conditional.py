@@ -15,7 +15,7 @@ from jax import Array
 
 from numpyro_gpaug._numpyro import current_residual_policy
 from numpyro_gpaug.gaussians.blocks import AffineBlocks, affine_blocks
-from numpyro_gpaug.gaussians.dense import AffineMap, unshared
+from numpyro_gpaug.gaussians.dense import AffineMap
 from numpyro_gpaug.gp.outputs import Outputs
 from numpyro_gpaug.gp.projection import Projected, Whitener, latent_first, lead, project
 from numpyro_gpaug.math.blocks import rows_of_blocks
@@ -79,8 +79,7 @@ class Conditional:
     @property
     def unreached(self) -> Array:
         """Which function values are explained by at most one inducing value."""
-        map_ = AffineMap(self.mean, self.projection, self.residual)
-        return unshared(map_.shared())
+        return AffineMap(self.mean, self.projection, self.residual).unshared()
 
     @cached_property
     def _projected(self) -> Projected:

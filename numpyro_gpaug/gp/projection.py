@@ -19,13 +19,14 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from numpyro_gpaug.gp.kernels._base import constant_of, deviation_of
-from numpyro_gpaug.math.linalg import inverse_cholesky, precise, valued, with_jitter
-from numpyro_gpaug.math.whitening import (
-    Differenced,
+from numpyro_gpaug.math.linalg import (
     as_inverse_root,
-    differenced,
-    inverse_root,
+    inverse_cholesky,
+    precise,
+    valued,
+    with_jitter,
 )
+from numpyro_gpaug.math.whitening import Differenced, differenced, inverse_root
 
 
 class Whitener(NamedTuple):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of values that may be traced."""
+"""Checks and dtypes of values that may be traced."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
@@ -19,6 +20,19 @@ def known_to(condition: Callable[[Any], Any], values: ArrayLike) -> bool:
     with jax.ensure_compile_time_eval():
         satisfied = jnp.all(condition(values))
     return isinstance(satisfied, jax.core.Tracer) or bool(satisfied)
+
+
+def numbers(**given: ArrayLike) -> tuple[Array, ...]:
+    """Return numbers as floating scalars of one dtype.
+
+    :param given: numbers by name.
+    :raises ValueError: for an array, naming it.
+    """
+    for name, value in given.items():
+        if np.ndim(value):
+            raise ValueError(f"{name} has shape {np.shape(value)}; expected a number")
+    dtype = jnp.result_type(*given.values(), float)
+    return tuple(jnp.asarray(value, dtype) for value in given.values())
 
 
 def floating(*values: ArrayLike) -> tuple[Array, ...]:

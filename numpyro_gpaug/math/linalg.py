@@ -142,23 +142,29 @@ def eigh(matrix: Array) -> tuple[Array, Array]:
     return found
 
 
-@jax.custom_jvp
 def inverse_cholesky(matrix: Array) -> Array:
     """Return ``L^-1`` of the lower Cholesky factor L of ``matrix``, (..., M, M); NaN
-    where it is not positive definite.
+    where it is not positive definite."""
+    still = lax.stop_gradient(matrix)
+    return as_inverse_root(matrix, inverse_lower(cholesky(still)))
 
-    With ``W = L^-1`` its derivative is ``-half(W dK W') W``: products only, no
-    triangular solves.
+
+@jax.custom_jvp
+def as_inverse_root(matrix: Array, inverse: Array) -> Array:
+    """Return the lower triangular W with ``W K W' = I`` of a matrix K, (..., M, M),
+    from another computation.
+
+    Its derivative is ``-half(W dK W') W``: products only, no triangular solves.
     """
-    return inverse_lower(cholesky(matrix))
+    del matrix
+    return inverse
 
 
-@inverse_cholesky.defjvp
+@as_inverse_root.defjvp
 @precise
-def _inverse_cholesky_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
-    (tangent,) = tangents
-    inverse = inverse_cholesky(*primals)
-    return inverse, -lower_half(inverse, tangent) @ inverse
+def _as_inverse_root_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    inverse = as_inverse_root(*primals)
+    return inverse, -lower_half(inverse, tangents[0]) @ inverse
 
 
 @precise

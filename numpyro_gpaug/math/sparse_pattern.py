@@ -66,18 +66,6 @@ class Pattern:
         keys = np.unique(np.maximum(*ends) * size + np.minimum(*ends))
         return cls(size, *(x.astype(np.int32) for x in np.divmod(keys, max(size, 1))))
 
-    def union(self, other: Pattern) -> Pattern:
-        """Return the pattern with the entries of both.
-
-        :raises ValueError: if the sizes differ.
-        """
-        if self.size != other.size:
-            raise ValueError(f"patterns have {self.size} and {other.size} rows")
-        if self == other:
-            return self
-        both = ((self.rows, other.rows), (self.columns, other.columns))
-        return Pattern.of(self.size, *map(np.concatenate, both))
-
     def places(self, rows: ArrayLike, columns: ArrayLike) -> Array:
         """Return the place of each entry in an array of values, by binary search.
 

@@ -27,16 +27,15 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
 from numpyro_gpaug.math.linalg import (
+    as_inverse_root,
     cholesky,
     diagonal,
     inverse_lower,
-    lower_half,
     one_by_one,
     precise,
 )
@@ -170,22 +169,6 @@ def differenced(deviation: Array, own: Array, constant: Array) -> Differenced:
     left = jnp.eye(size, dtype=lost.dtype) - lost + _DAMPING * (lost @ lost)
     factor = inverse_lower(cholesky(left)) @ factor
     return Differenced(factor, near, own[..., :1], constant)
-
-
-@jax.custom_jvp
-def as_inverse_root(matrix: Array, inverse: Array) -> Array:
-    """Return an inverse root of a matrix (..., M, M), from another computation, with
-    the derivative of :func:`inverse_root`."""
-    del matrix
-    return inverse
-
-
-@as_inverse_root.defjvp
-@precise
-def _as_inverse_root_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
-    tangent, _ = tangents
-    inverse = as_inverse_root(*primals)
-    return inverse, -lower_half(inverse, tangent) @ inverse
 
 
 def cholesky_of_sums(matrix: Array, scale: Array) -> Array:

@@ -208,20 +208,16 @@ class Entries:
                 break
             carried = after
         results = []
+        (moving, *_) = (x.places for x in operands if x.places is not None)
         for var, term in zip(eqn.outvars, [*carried, *found[count:]], strict=True):
             places, shape = term.places, var.aval.shape
             if places is None:
-                places = tuple(np.full(shape, NONE, np.int32) for _ in self._width)
+                places = self._none(moving, shape)
             results.append(
                 Term(tuple(jnp.broadcast_to(p, shape) if isinstance(p, Tracer)
                            else np.broadcast_to(p, shape) for p in places))
             )  # fmt: skip
         return results
-
-    @property
-    def _width(self) -> range:
-        (places, *_) = (x.places for x in self._known.values() if x.places is not None)
-        return range(len(places))
 
     def _results(self, eqn: Any, operands: list[Term]) -> list[Places]:
         """Return the places of the results of a primitive that depends on

@@ -78,19 +78,6 @@ class Field(NamedTuple):
     prior: SparsePrior
 
     @property
-    def untraced(self) -> Field:
-        """The same field without its arrays."""
-        none: Any = None
-        kept = self.prior._replace(
-            values=none,
-            loc=none,
-            scales=(none,) * len(self.prior.scales),
-            log_det=none,
-            sums=none,
-        )
-        return self._replace(prior=kept)
-
-    @property
     def labels(self) -> np.ndarray:
         """The component of each node in which coordinates add up to zero, (N,); -1 for
         none."""

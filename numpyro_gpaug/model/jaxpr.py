@@ -122,7 +122,8 @@ def dependence_on_arrays(fn: Callable[[Any], Any], tree: Any) -> Any:
     leaves, treedef = jax.tree.flatten(tree)
     inputs = {str(i): x for i, x in enumerate(leaves)}
     return dependence_tree(
-        lambda given: fn(treedef.unflatten(given[k] for k in inputs)), inputs
+        lambda given: fn(jax.tree.unflatten(treedef, [given[k] for k in inputs])),
+        inputs,
     )
 
 
@@ -271,7 +272,7 @@ class Reader:
         branches = eqn.params["branches"]
         found = [self.interpret(branch.jaxpr, given) for branch in branches]
         key = "cond", _static(eqn), tuple(value.token for value in operands)
-        chosen = _mixed(_nonlinear(index.state, "cond"), "cond")
+        chosen = _mixed(index.state, "cond")
         return [
             Value(_join([chosen, *(x.state for x in each)]), self.token(*key, k))
             for k, each in enumerate(zip(*found, strict=True))
@@ -309,7 +310,7 @@ class Reader:
             return joined
         if name in ELEMENTWISE:
             return _nonlinear(joined, name)
-        return _mixed(_nonlinear(joined, name), name)
+        return _mixed(joined, name)
 
     def _moved(self, state: State, move: Hashable) -> State:
         return {

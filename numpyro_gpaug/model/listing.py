@@ -109,9 +109,8 @@ class Listing:
     def _equation(self, eqn: Any, operands: tuple[int | Literal, ...]) -> list[Any]:
         known = [self.value(x) for x in operands]
         if eqn.primitive.name == "scan":
-            scan = _Scan(self._reader, eqn, *self._reader.step(eqn, known))
-            if scan.late:
-                parted = scan.parted()
+            parted = _parted(self._reader, eqn, *self._reader.step(eqn, known))
+            if parted is not None:
                 return self.write(parted.jaxpr, self.held(parted), list(operands))
         found = self._reader.equation(eqn, known)
         results = [
@@ -145,14 +144,9 @@ class Listing:
         stop = {*known, *self.constants, *self.inputs.values()}
         chosen: list[Operation] = []
         for operation in reversed(self.operations):
-            if needed.isdisjoint(operation.results) or stop.issuperset(
-                operation.results
-            ):
-                continue
-            if needed.intersection(operation.results) <= stop:
-                continue
-            chosen.append(operation)
-            needed |= {x for x in operation.operands if not isinstance(x, Literal)}
+            if not needed.intersection(operation.results) <= stop:
+                chosen.append(operation)
+                needed |= {x for x in operation.operands if not isinstance(x, Literal)}
         return chosen[::-1]
 
     def read_for(self, wanted: list[Any], known: Iterable[int]) -> set[int]:
@@ -171,72 +165,65 @@ class Listing:
         return execute(self.between(wanted, known), wanted, {**self.constants, **known})
 
 
-class _Scan:
-    """A scan that is divided into an affine part and the rest.
+def _parted(reader: Reader, eqn: Any, begun: list[Value], left: list[State]) -> Any:
+    """Return a scan without its nonlinear outputs, followed by these for all steps at
+    once, as a closed jaxpr with the same operands and results. Return ``None`` if it
+    has no such outputs, or also carries them.
 
     :param reader: the reader of the program.
     :param eqn: the equation of the scan.
     :param begun: the known facts about the values at the start of a step.
     :param left: how its carry and outputs depend on the program's inputs.
     """
+    body = eqn.params["jaxpr"]
+    begin, count = carried_by(eqn, body.jaxpr)
+    late = [k for k, state in enumerate(left) if not _affine(state)]
+    if not late or late[0] < count:
+        return None
 
-    def __init__(
-        self, reader: Reader, eqn: Any, begun: list[Value], left: list[State]
-    ) -> None:
-        self._eqn, self._reader, self._begun = eqn, reader, begun
-        self._begin, self._count = carried_by(eqn, eqn.params["jaxpr"].jaxpr)
-        nonlinear = [k for k, state in enumerate(left) if not _affine(state)]
-        #: Other outputs of the steps, by place; none if they are also carried.
-        self.late = [] if min(nonlinear, default=0) < self._count else nonlinear
-
-    def parted(self) -> Any:
-        """Return the scan without the nonlinear outputs, followed by these for all
-        steps at once, as a closed jaxpr with the same operands and results."""
-        body, count = self._eqn.params["jaxpr"], self._count
-        step = Listing(self._reader)
-        pairs = zip(body.jaxpr.invars, self._begun, strict=True)
-        starts = [step.new(v.aval, value) for v, value in pairs]
-        step.inputs = {str(k): start for k, start in enumerate(starts)}
-        results = step.write(body.jaxpr, step.held(body), list(starts))
-        same, before, own = self._parts(starts)
-        wanted = [results[k] for k in self.late]
-        passed = _passed(step, wanted, {*same, *own})
-        rest = [k for k in range(count, len(results)) if k not in self.late]
-        plain = [results[k] for k in rest]
-        # A value that is returned and also used is returned once.
-        alone = [x for x in plain if isinstance(x, Literal) or x not in passed]
-
-        def parted(*operands: Any) -> list[Any]:
-            shared, start, each = self._parts(list(operands))
-            known = dict(zip(same, shared, strict=True))
-
-            def follow(carried: list[Any], each: list[Any]) -> Any:
-                at = dict(zip([*before, *own], [*carried, *each], strict=True))
-                found = step.run([*results[:count], *passed, *alone], known | at)
-                return found[:count], found[count:]
-
-            def leave(numbers: list[Any], each: list[Any]) -> Any:
-                at = dict(zip([*passed, *own], [*numbers, *each], strict=True))
-                return step.run(wanted, known | at)
-
-            params = {k: self._eqn.params[k] for k in ("length", "reverse", "unroll")}
-            carried, found = lax.scan(follow, start, each, **params)
-            numbers, others = found[: len(passed)], iter(found[len(passed) :])
-            made = dict(zip(self.late, jax.vmap(leave)(numbers, each), strict=True))
-            for k, x in zip(rest, plain, strict=True):
-                again = not isinstance(x, Literal) and x in passed
-                made[k] = numbers[passed.index(x)] if again else next(others)
-            return [*carried, *(made[k] for k in sorted(made))]
-
-        avals = [v.aval for v in self._eqn.invars]
-        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
-        return jax.make_jaxpr(parted)(*shapes)
-
-    def _parts(self, operands: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    def parts(operands: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
         """Return the operands that are constant over steps, those that are carried, and
         the inputs of each step."""
-        end = self._begin + self._count
-        return operands[: self._begin], operands[self._begin : end], operands[end:]
+        end = begin + count
+        return operands[:begin], operands[begin:end], operands[end:]
+
+    step = Listing(reader)
+    pairs = zip(body.jaxpr.invars, begun, strict=True)
+    starts = [step.new(v.aval, value) for v, value in pairs]
+    step.inputs = {str(k): start for k, start in enumerate(starts)}
+    results = step.write(body.jaxpr, step.held(body), list(starts))
+    same, before, own = parts(starts)
+    wanted = [results[k] for k in late]
+    passed = _passed(step, wanted, {*same, *own})
+    rest = [k for k in range(count, len(results)) if k not in late]
+    plain = [results[k] for k in rest]
+    # A value that is returned and also used is returned once.
+    alone = [x for x in plain if isinstance(x, Literal) or x not in passed]
+
+    def run(*operands: Any) -> list[Any]:
+        shared, start, each = parts(list(operands))
+        known = dict(zip(same, shared, strict=True))
+
+        def follow(carried: list[Any], each: list[Any]) -> Any:
+            at = dict(zip([*before, *own], [*carried, *each], strict=True))
+            found = step.run([*results[:count], *passed, *alone], known | at)
+            return found[:count], found[count:]
+
+        def leave(numbers: list[Any], each: list[Any]) -> Any:
+            at = dict(zip([*passed, *own], [*numbers, *each], strict=True))
+            return step.run(wanted, known | at)
+
+        params = {k: eqn.params[k] for k in ("length", "reverse", "unroll")}
+        carried, found = lax.scan(follow, start, each, **params)
+        numbers, others = found[: len(passed)], iter(found[len(passed) :])
+        made = dict(zip(late, jax.vmap(leave)(numbers, each), strict=True))
+        for k, x in zip(rest, plain, strict=True):
+            again = not isinstance(x, Literal) and x in passed
+            made[k] = numbers[passed.index(x)] if again else next(others)
+        return [*carried, *(made[k] for k in sorted(made))]
+
+    avals = [v.aval for v in eqn.invars]
+    return jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals))
 
 
 def _passed(step: Listing, wanted: list[Any], given: set[int]) -> list[Any]:

@@ -203,7 +203,7 @@ class Survey:
         if is_scanned(site):
             self.scanned.append(name)
         elif own := field(site["fn"]):
-            self.fields[name] = own.untraced
+            self.fields[name] = own
 
 
 def _block(name: str, site: str, message: dict[str, Any]) -> Block:

@@ -14,7 +14,7 @@ from jax import Array, random
 
 from numpyro_gpaug.gaussians.base import Marginals
 from numpyro_gpaug.gaussians.blocks import AffineBlocks
-from numpyro_gpaug.gaussians.dense import AffineMap, Prior, unshared
+from numpyro_gpaug.gaussians.dense import AffineMap, Prior
 from numpyro_gpaug.gp.conditional import Conditional
 from numpyro_gpaug.likelihoods.expectations import Route, base_distribution
 from numpyro_gpaug.math.linalg import safe_sqrt
@@ -191,7 +191,7 @@ class ModelView(View):
         :param maps: from :meth:`maps`.
         """
         names = [block.name for block in self.structure.processes]
-        return {name: unshared(maps[name].shared()) for name in names}
+        return {name: maps[name].unshared() for name in names}
 
     def weight_maps(self) -> dict[str, AffineMap]:
         """Return the affine maps of plain weight vectors."""

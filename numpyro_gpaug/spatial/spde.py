@@ -21,6 +21,7 @@ from numpyro_gpaug._display import Displayed, Rows, brief
 from numpyro_gpaug.distributions.graph import entries
 from numpyro_gpaug.distributions.sparse_prior import SparsePrior
 from numpyro_gpaug.math import sparse_cholesky
+from numpyro_gpaug.math.concrete import numbers
 from numpyro_gpaug.math.linalg import precise
 from numpyro_gpaug.math.sparse_pattern import Pattern
 from numpyro_gpaug.math.sparse_terms import by_columns
@@ -81,9 +82,7 @@ class MaternWeights(dist.Distribution):
         self, mesh: Mesh, range: ArrayLike, *, validate_args: bool | None = None
     ) -> None:
         self.mesh = mesh
-        self.range = jnp.asarray(range, jnp.result_type(range, float))
-        if self.range.ndim:
-            raise ValueError(f"range has shape {self.range.shape}; expected a number")
+        (self.range,) = numbers(range=range)
         super().__init__((), (mesh.size,), validate_args=validate_args)
 
     @precise

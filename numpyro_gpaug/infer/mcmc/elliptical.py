@@ -13,6 +13,7 @@ import numpy as np
 from jax import Array, lax, random
 
 from numpyro_gpaug.errors import NotConjugateError
+from numpyro_gpaug.gaussians.base import log_density
 from numpyro_gpaug.gaussians.dense import Moments
 from numpyro_gpaug.guides import AutoLatentGaussian, AutoSparseGP
 from numpyro_gpaug.infer.mcmc.gaussian_kernel import GaussianKernel
@@ -515,7 +516,7 @@ class EllipticalSlice(GaussianKernel):
         for z, known, power in zip(
             point.latents, ellipses.geometry, ellipses.scales, strict=True
         ):
-            total += power * known.prior.log_density(z).sum()
+            total += power * log_density(known.prior, z)
         return total
 
 

@@ -23,7 +23,7 @@ from jax.flatten_util import ravel_pytree
 
 from numpyro_gpaug.gaussians.base import GaussianFactors
 from numpyro_gpaug.gaussians.dense import Moments
-from numpyro_gpaug.gaussians.pairs import PairedMap, PairFactors
+from numpyro_gpaug.gaussians.pairs import PairedMap, PairFactors, factors_of
 from numpyro_gpaug.guides import AutoLatentGaussian
 from numpyro_gpaug.infer.vi.differentiation import vjp
 from numpyro_gpaug.infer.vi.latent_gaussian import Evaluation, LatentGaussian
@@ -179,8 +179,8 @@ class CollapsedBound:
         _, evaluation, _ = settled(
             problem, natural, one, 1.0, augmented, tolerance, known.precision
         )
-        factors = map_.factors(
-            evaluation.marginals[JOINT], evaluation.slopes[JOINT], 0.0
+        factors = factors_of(
+            map_, evaluation.marginals[JOINT], evaluation.slopes[JOINT], 0.0
         )
         return Settled(evaluation, factors)
 

@@ -20,10 +20,16 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from numpyro_gpaug.gaussians.base import GaussianPrior, Marginals, scatter, selected
-from numpyro_gpaug.gaussians.blocks import AffineBlocks
+from numpyro_gpaug.gaussians.base import (
+    GaussianPrior,
+    Marginals,
+    no_moments,
+    scatter,
+    selected,
+)
+from numpyro_gpaug.gaussians.blocks import AffineBlocks, afresh, kept
 from numpyro_gpaug.gaussians.chain import ChainPrior
-from numpyro_gpaug.gaussians.pairs import PairedMap
+from numpyro_gpaug.gaussians.pairs import PairedMap, factors_of
 from numpyro_gpaug.infer.vi.differentiation import split_floats
 from numpyro_gpaug.math.arrays import STATIC
 from numpyro_gpaug.math.competition import edge_roots, laplacian_product
@@ -146,7 +152,7 @@ class LatentGaussian:
         :param constant: see the class.
         :param learns: see the class.
         """
-        maps = {name: map_.keep() for name, map_ in view.maps().items()}
+        maps = {name: kept(map_) for name, map_ in view.maps().items()}
         priors = view.priors()
         return cls(
             maps=maps,
@@ -254,8 +260,7 @@ class LatentGaussian:
         first, *others = natural
         if first in self.coupled:
             others = [first, *others]
-        # Any values will do for the other moments; these stand-ins need no arrays.
-        q = {k: n.stand_in() for k, n in natural.items()}
+        q = {k: no_moments(n) for k, n in natural.items()}
         q |= {k: natural[k].moments() for k in others}
 
         def parts(names: Iterable[str]) -> tuple[dict[str, Any], dict[str, Array]]:
@@ -637,7 +642,7 @@ class LatentGaussian:
         def linearised(floats: tuple[Array, ...]) -> Array:
             whole = rebuild(floats)
             problem = whole.restrict() if restricted else whole
-            maps = {name: map_.afresh() for name, map_ in problem.maps.items()}
+            maps = {name: afresh(map_) for name, map_ in problem.maps.items()}
             problem = replace(problem, maps=maps)
             at = {name: problem._marginals(name, q[name]) for name in q}
             numbers, _ = split_floats(problem.likelihood)
@@ -685,7 +690,7 @@ class LatentGaussian:
         :param slopes: derivatives of the expected log-likelihood there.
         :param least_precision: see :meth:`target`.
         """
-        factors = self.maps[name].factors(at, slopes, least_precision)
+        factors = factors_of(self.maps[name], at, slopes, least_precision)
         # A scale on the whole model multiplies likelihood and prior equally.
         scaled = jax.tree.map(lambda x: x / self.scales[name], factors)
         information = self.maps[name].information(scaled, at.mean)
