@@ -146,6 +146,13 @@ def test_lists_and_frames() -> None:
     arguments = {"inducing": X[:5]}
     with pytest.raises(TypeError, match="y is a list of 20: pass an array"):
         run(classifier, X, y.tolist(), **arguments)
+    frame = pandas.DataFrame(X, columns=["a", "b"])
+
+    def of_columns(frame, y=None, *, inducing):
+        classifier(frame["a"][:, None], y, inducing=inducing)
+
+    with pytest.raises(TypeError, match="'a'.*Pass its columns"):
+        run(of_columns, frame, y, inducing=X[:5, :1])
     # NUTS accepts only arrays.
     model, coded = gpaug.collapse(classifier), pandas.Series(y).astype("category")
     with pytest.raises(TypeError, match=r"y is a Series: .*\(y.cat.codes.to_numpy"):

@@ -13,6 +13,7 @@ import numpyro_gpaug as gpaug
 from numpyro_gpaug.gaussians.dense import Prior
 from numpyro_gpaug.gaussians.pseudo_data import PseudoData, SeenPrior
 from numpyro_gpaug.infer.vi import sweeps
+from numpyro_gpaug.infer.vi.settling import _shrank
 
 KEY = jax.random.key(0)
 
@@ -69,3 +70,13 @@ def test_data_seen_before_pull_as_their_divergence_says(x64) -> None:
 
     mean = jnp.asarray(rng.normal(size=(1, 3)))
     np.testing.assert_allclose(seen.pull(mean), jax.grad(at)(mean), rtol=1e-10)
+
+
+@pytest.mark.parametrize("rounded", [0.0, 1.0])
+def test_the_shortest_step_is_seen_as_such(x64, rounded) -> None:
+    """As the compiled program rounds it: updates that began with it went on only if it
+    was rounded down, and the fit of counts of ten thousands stopped at its start."""
+    least = 2.0**-sweeps.MAX_HALVINGS
+    after = {"f": jnp.asarray(np.nextafter(least, rounded))}
+    assert _shrank({"f": jnp.ones(())}, after)
+    assert not _shrank(after, after)

@@ -29,6 +29,13 @@ def explained(arguments: Arguments) -> Iterator[None]:
             "outside of the model, and index arrays of jax.numpy. JAX says: "
             + str(error).split("\n", 1)[0]
         ) from error
+    except TypeError as error:
+        if "string indexing" not in str(error):
+            raise
+        raise TypeError(
+            f"{error}: a data frame is one array for the model. Pass its columns as "
+            "arguments, or a dict of them, {name: frame[name] for name in frame}"
+        ) from error
     except IndexError as error:
         shapes = [x.shape for x in arguments.arrays]
         raise ValueError(

@@ -239,7 +239,8 @@ def _settled_by_means(
 
 def _shrank(before: dict[str, Array], after: dict[str, Array]) -> Array:
     """Whether some step size has reached the shortest one, where it stays."""
-    least = 2.0**-MAX_HALVINGS
+    # Between two powers of two, because exp2 rounds.
+    least = 1.5 * 2.0**-MAX_HALVINGS
     pairs = [(before[name] > least) & (after[name] <= least) for name in after]
     return jnp.stack(pairs).any()
 
