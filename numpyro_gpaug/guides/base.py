@@ -19,6 +19,7 @@ from numpyro_gpaug._display import Displayed, Rows
 from numpyro_gpaug._fork import refuse_forked
 from numpyro_gpaug._numpyro import PointGuide
 from numpyro_gpaug.gaussians.dense import Moments
+from numpyro_gpaug.math.arrays import is_traced
 from numpyro_gpaug.math.compiling import ahead, once
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.closures import Version, watched
@@ -222,8 +223,7 @@ class ProcessGuide(Displayed):
         """Whether the other latents have the priors of the set-up: the same supports,
         and the same starts where these do not depend on the values of arguments."""
         other = self._other
-        traced = any(isinstance(x, jax.core.Tracer) for x in arguments.arrays)
-        if not isinstance(other, PointGuide) or traced:
+        if not isinstance(other, PointGuide) or is_traced(arguments):
             return True
         if arguments.shapes in self._alike and not self._supports_move:
             return True

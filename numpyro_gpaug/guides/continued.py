@@ -52,10 +52,7 @@ class _ContinuedView(ModelView):
         }
 
     def priors(self) -> dict[str, Prior]:
-        return {
-            name: Prior(jnp.zeros_like(q.mean), jnp.ones_like(q.mean))
-            for name, q in self._earlier.items()
-        }
+        return {block.name: standard(block) for block in self.structure.blocks}
 
     @property
     def _earlier(self) -> dict[str, Moments]:

@@ -15,10 +15,17 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_gpaug.gaussians.base import Marginals, selected
-from numpyro_gpaug.gaussians.dense import Moments
+from numpyro_gpaug.gaussians.dense import Moments, NaturalGaussian
 from numpyro_gpaug.gp.conditional import Conditional
 from numpyro_gpaug.gp.process import GaussianProcess
-from numpyro_gpaug.gp.projection import Projected, Whitener, lead, project
+from numpyro_gpaug.gp.projection import (
+    Projected,
+    Whitener,
+    lead,
+    project,
+    residual_variance,
+)
+from numpyro_gpaug.math.linalg import diagonal, inverse_cholesky
 from numpyro_gpaug.model.structure import Block
 from numpyro_gpaug.model.view import ModelView
 
@@ -107,9 +114,27 @@ class InducingPosterior:
     inputs, :meth:`marginals` of the affine map of every block, and :meth:`measure`.
     """
 
+    def factor(self, gp: GaussianProcess, block: Block, values: dict[str, Any]) -> Any:
+        """Return the inverse Cholesky factor of an inducing matrix.
+
+        :param gp: the process.
+        :param block: its block.
+        :param values: params of the fit.
+        """
+        return gp.whitener
+
     def factors(self, view: ModelView) -> dict[str, Any]:
-        """Return inverse Cholesky factors of the inducing matrices, by block name."""
-        return inducing_factors(view)
+        """Return the factor of every process, by block name."""
+        return {
+            b.name: self.factor(view.conditional(b).gp, b, view.values)
+            for b in view.structure.processes
+        }
+
+    def known(self, gp: GaussianProcess, fit: Fit, block: Block) -> Any:
+        """Return the factor of a process, computed if ``fit`` has none."""
+        if fit.factors is not None:
+            return fit.factors[block.name]
+        return self.factor(gp, block, fit.values)
 
     def marginals(self, view: ModelView, fit: Fit) -> dict[str, Marginals]:
         """:class:`~numpyro_gpaug.gaussians.dense.Marginals` by block name."""
@@ -126,7 +151,7 @@ class InducingPosterior:
         :class:`SparseKernel`."""
         gp, q = conditional.gp, fit.moments[block.name]
         prior = prior_measure(gp)
-        kernel = SparseKernel(gp, whitener_of(gp, fit, block), q.whitener)
+        kernel = SparseKernel(gp, self.known(gp, fit, block), q.whitener)
 
         def mean(X: Array) -> Array:
             shift = jnp.einsum("...mn,...m->...n", kernel.project(X).projection, q.mean)
@@ -151,13 +176,104 @@ def block_marginals(
     }
 
 
-def inducing_factors(view: ModelView) -> dict[str, Whitener]:
-    """Return whiteners of the inducing values of every process, by block."""
-    processes = view.structure.processes
-    return {b.name: view.conditional(b).gp.whitener for b in processes}
+class Preconditioned(NamedTuple):
+    """The parameters of a process, latent axis first.
+
+    :param targets: nu, (1 or C, M).
+    :param noise: the positive diagonal of Sigma, of the same shape.
+    """
+
+    targets: Array
+    noise: Array
+
+    @classmethod
+    def of(cls, block: Block, values: dict[str, Any]) -> Preconditioned:
+        """Return the parameters of a block, from the params of a guide."""
+        return cls(*(lead(values[name], 1) for name in preconditioned_names(block)))
+
+    def weights(self, inverse: Array) -> Array:
+        """Return mu, (1 or C, M).
+
+        :param inverse: inverse Cholesky factor of ``K + Sigma``, (1 or C, M, M).
+        """
+        white = jnp.einsum("...mn,...n->...m", inverse, self.targets)
+        return jnp.einsum("...nm,...n->...m", inverse, white)
+
+    def whitened(self, factor: Array) -> NaturalGaussian:
+        """Return the Gaussian of v, with :math:`u = L v`; its precision is
+        :math:`I + L^T Sigma^{-1} L`.
+
+        :param factor: L, (1 or C, M, M).
+        """
+        root = jnp.sqrt(self.noise)
+        scaled = factor / root[..., None]
+        eye = jnp.eye(factor.shape[-1], dtype=factor.dtype)
+        potential = jnp.einsum("...nm,...n->...m", scaled, self.targets / root)
+        return NaturalGaussian(potential, eye + scaled.mT @ scaled)
 
 
-def whitener_of(gp: GaussianProcess, fit: Fit, block: Block) -> Whitener:
-    """Return the whitener of a process's inducing values, computed if ``fit`` has
-    none."""
-    return gp.whitener if fit.factors is None else fit.factors[block.name]
+def preconditioned_names(block: Block) -> tuple[str, str]:
+    """Return the names of the two params of a block."""
+    return f"{block.site}_auto_targets", f"{block.site}_auto_noise"
+
+
+class PreconditionedPosterior(InducingPosterior):
+    """Function values under :class:`Preconditioned`; weight vectors are Gaussian as in
+    :class:`~numpyro_gpaug.guides.function_posterior.InducingPosterior`."""
+
+    def factor(
+        self, gp: GaussianProcess, block: Block, values: dict[str, Any]
+    ) -> Array:
+        """Return the inverse Cholesky factor of ``K + Sigma``."""
+        gram = lead(gp.kernel(gp.inducing, gp.inducing), 2)
+        noise = Preconditioned.of(block, values).noise
+        eye = jnp.eye(noise.shape[-1], dtype=noise.dtype)
+        return inverse_cholesky(gram + noise[..., None] * eye)
+
+    def marginals(self, view: ModelView, fit: Fit) -> dict[str, Any]:
+        found = block_marginals(view, view.weight_maps(), fit.moments)
+        for block in view.structure.processes:
+            f = view.conditional(block)
+            found[block.name] = self.measure(f, fit, block).marginals(f)
+        return found
+
+    def divergence(self, view: ModelView, fit: Fit, block: Block) -> Array:
+        r"""Return the KL divergence from the prior,
+        :math:`\frac12(\mu^T K \mu - tr((K + \Sigma)^{-1} K) + \log|K + \Sigma| -
+        \log|\Sigma|)`."""
+        if not block.is_process:
+            return super().divergence(view, fit, block)
+        gp = view.conditional(block).gp
+        params = Preconditioned.of(block, fit.values)
+        gram = lead(gp.kernel(gp.inducing, gp.inducing), 2)
+        inverse = self.known(gp, fit, block)
+        weights, noise = params.weights(inverse), params.noise
+        energy = (weights * jnp.einsum("...mn,...n->...m", gram, weights)).sum(-1)
+        # tr((K + Sigma)^-1 K) = M - tr((K + Sigma)^-1 Sigma)
+        kept = 1 - jnp.square(inverse).sum(-2) * noise
+        log_det = -2 * jnp.log(diagonal(inverse))
+        return 0.5 * (energy + (log_det - jnp.log(noise) - kept).sum(-1)).sum()
+
+    def measure(
+        self, conditional: Conditional, fit: Fit, block: Block
+    ) -> GaussianMeasure:
+        """Return the measure with mean ``m(x) + k_Z(x) mu`` and covariance
+        ``k(x, x') - k_Z(x) (K + Sigma)^-1 k_Z(x')``."""
+        gp, prior = conditional.gp, prior_measure(conditional.gp)
+        inverse = self.known(gp, fit, block)
+        weights = Preconditioned.of(block, fit.values).weights(inverse)
+
+        def cross(X: Array) -> Array:
+            return lead(gp.kernel(X, gp.inducing), 2)
+
+        def mean(X: Array) -> Array:
+            return prior.mean(X) + jnp.einsum("...nm,...m->...n", cross(X), weights)
+
+        def kernel(X: Array, *Z: Array) -> Array:
+            A = inverse @ cross(X).mT
+            if not Z:
+                return residual_variance(prior.kernel(X), A)
+            B = A if Z[0] is X else inverse @ cross(*Z).mT
+            return prior.kernel(X, *Z) - A.mT @ B
+
+        return GaussianMeasure(mean, kernel)

@@ -24,9 +24,8 @@ from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.guides.function_posterior import (
     Fit,
     GaussianMeasure,
+    InducingPosterior,
     SparseKernel,
-    inducing_factors,
-    whitener_of,
 )
 from numpyro_gpaug.math.linalg import precise, safe_sqrt, solve_lower
 from numpyro_gpaug.math.whitening import cholesky_of_sums
@@ -193,7 +192,7 @@ class FunctionSpacePosterior:
 
     def factors(self, view: ModelView) -> dict[str, Any]:
         """Return whiteners of the inducing values, if the kernel uses them."""
-        return inducing_factors(view) if self._kernel is None else {}
+        return InducingPosterior().factors(view) if self._kernel is None else {}
 
     def marginals(self, view: ModelView, fit: Fit) -> dict[str, Any]:
         """:class:`~numpyro_gpaug.gaussians.dense.Marginals` by block name."""
@@ -213,10 +212,8 @@ class FunctionSpacePosterior:
 
         if self._kernel is None:
             tril = jnp.tril(values[_tril_name(block)])
-            whitener = lead(tril.mT, 2)
-            return GaussianMeasure(
-                mean, SparseKernel(gp, whitener_of(gp, fit, block), whitener)
-            )
+            known = InducingPosterior().known(gp, fit, block)
+            return GaussianMeasure(mean, SparseKernel(gp, known, lead(tril.mT, 2)))
         kernel = as_kernel(_pinned(self._kernel, values, "kernel")())
 
         def covariance(X: Array, *Z: Array) -> Array:

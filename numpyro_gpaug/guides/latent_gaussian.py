@@ -13,7 +13,6 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from jax import Array, random
-from jax.core import Tracer
 from numpyro import handlers
 
 from numpyro_gpaug.distributions.gaussian import BlockGaussian, StructuredGaussian
@@ -24,6 +23,7 @@ from numpyro_gpaug.gaussians.pairs import PairedMap
 from numpyro_gpaug.guides.base import ConjugateGuide
 from numpyro_gpaug.guides.function_posterior import InducingPosterior
 from numpyro_gpaug.guides.sparse_gp import NATURAL, with_latent_axis
+from numpyro_gpaug.math.arrays import is_traced
 from numpyro_gpaug.math.compiling import few
 from numpyro_gpaug.math.linalg import precise
 from numpyro_gpaug.model.arguments import Arguments
@@ -163,8 +163,7 @@ class AutoLatentGaussian(ConjugateGuide):
         :raises ValueError: for missing observations, and for codes outside of a plate.
         :raises NotConjugateError: if observations depend on several groups.
         """
-        traced = any(isinstance(x, Tracer) for x in arguments.arrays)
-        if not self.prepare(arguments) or traced:
+        if not self.prepare(arguments) or is_traced(arguments):
             return
         structure: Any = self.structure_at(arguments)
 

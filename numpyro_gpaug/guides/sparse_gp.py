@@ -20,8 +20,8 @@ from numpyro_gpaug.distributions.gaussian import BlockGaussian
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.gaussians.dense import Moments, NaturalGaussian, Prior
 from numpyro_gpaug.guides.base import ConjugateGuide
-from numpyro_gpaug.guides.function_posterior import InducingPosterior
-from numpyro_gpaug.guides.preconditioned import (
+from numpyro_gpaug.guides.function_posterior import (
+    InducingPosterior,
     Preconditioned,
     PreconditionedPosterior,
     preconditioned_names,
