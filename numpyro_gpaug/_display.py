@@ -4,7 +4,7 @@ errors for objects that cannot be pickled."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from typing import Any, ClassVar, NoReturn
 
@@ -135,3 +135,15 @@ def name_of(fn: Callable[..., Any]) -> str:
     :param fn: a model.
     """
     return getattr(fn, "__name__", type(fn).__name__)
+
+
+def entries(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the label and the place of every entry of an array.
+
+    **Example**
+
+    >>> [label for label, _ in entries("effect", (2,))]
+    ['effect[0]', 'effect[1]']
+    """
+    for place in np.ndindex(shape):
+        yield f"{name}[{', '.join(map(str, place))}]" if place else name, place

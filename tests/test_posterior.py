@@ -116,13 +116,13 @@ def test_predictions_do_not_depend_on_batch_size() -> None:
 def test_any_number_of_rows_costs_one_compilation_each(monkeypatch) -> None:
     posterior, _ = fitted()
     before, traced = compilations("_answer"), []
-    traces = Predictor._shapes_of
+    traces = Predictor.shapes_of
 
     def shapes(*args):
         traced.append(args)
         return traces(*args)
 
-    monkeypatch.setattr(Predictor, "_shapes_of", shapes)
+    monkeypatch.setattr(Predictor, "shapes_of", shapes)
     for rows in (1, 2, 15, 17, 32, 40, 41):
         new = toy(rows, seed=1)[0]
         assert posterior.predict_y(new, batch_size=16).batch_shape == (rows,)

@@ -29,6 +29,7 @@ from numpyro_gpaug.likelihoods.expectations import (
     predictive,
     through_wrappers,
 )
+from numpyro_gpaug.math.arrays import in_blocks
 from numpyro_gpaug.math.compiling import jit
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.closures import watched
@@ -208,14 +209,15 @@ def evaluated_at(
     total = len(keys)
     shapes, _ = model.at.plain.eval_shape(arguments, params, keys, fixed, drawn)
     chunk = min(total, max(1, _BUDGET // model.numbers_held(shapes, fixed)))
-    parts = []
-    for start in range(0, total, chunk):
-        chosen = np.minimum(np.arange(start, start + chunk), total - 1)
+    observed: dict[str, Array] = {}
+
+    def at(chosen: np.ndarray) -> Draws:
         block = {n: v[chosen] for n, v in drawn.items()}
-        part, observed = model.at(arguments, params, keys[chosen], fixed, block)
-        kept = min(chunk, total - start)
-        parts.append(jax.tree.map(lambda x, kept=kept: np.asarray(x)[:kept], part))
-    draws = jax.tree.map(lambda *blocks: np.concatenate(blocks), *parts)
+        part, seen = model.at(arguments, params, keys[chosen], fixed, block)
+        observed.update(seen)
+        return part
+
+    draws = in_blocks(at, total, chunk)
     # In double precision, because the ratios are small differences of large sums.
     log_p = draws.prior.astype(float) + sum(
         v.astype(float).reshape(total, -1).sum(-1) for v in draws.scaled.values()

@@ -16,7 +16,7 @@ from numpyro.distributions import Unit
 from scipy.special import ndtr
 from tqdm.auto import tqdm
 
-from numpyro_gpaug._display import Displayed, Rows, name_of
+from numpyro_gpaug._display import Displayed, Rows, entries, name_of
 from numpyro_gpaug._numpyro import residual_policy
 from numpyro_gpaug.diagnostics._arviz import tree_of
 from numpyro_gpaug.diagnostics._prior import one_draw
@@ -77,8 +77,7 @@ class Calibration(Displayed):
         rows = {}
         for name, values in self.positions.items():
             good = _complete(values)
-            for place in np.ndindex(good.shape[1:]):
-                label = f"{name}[{', '.join(map(str, place))}]" if place else name
+            for label, place in entries(name, good.shape[1:]):
                 one = good[(slice(None), *place)]
                 inside = [np.mean(np.abs(one - 0.5) < x / 2) for x in (0.5, 0.9)]
                 rows[label] = [one.mean(), *inside, uniformity(one)]

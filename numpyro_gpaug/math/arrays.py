@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion of callers' arrays into JAX arrays."""
+"""Conversion of callers' arrays into JAX arrays, and computations in blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 from jax import Array
+from jax.core import Tracer
 
 try:
     from jax import enable_x64
@@ -43,6 +45,11 @@ def in_dtype_of(fitted: Any) -> Iterator[None]:
         return
     with enable_x64(double):
         yield
+
+
+def is_traced(tree: Any) -> bool:
+    """Whether a caller differentiates, vectorises or compiles: some array is traced."""
+    return any(isinstance(x, Tracer) for x in jax.tree.leaves(tree))
 
 
 def has_doubles() -> bool:
@@ -101,3 +108,28 @@ def _own(array: Any) -> Any:
     it is aligned; then both share memory, whatever ``may_alias`` is."""
     aligned = isinstance(array, np.ndarray) and array.ctypes.data % _ALIGNED == 0
     return array.copy() if aligned else array
+
+
+def in_blocks(
+    function: Callable[[np.ndarray], Any],
+    number: int,
+    size: int,
+    took: Callable[[int], Any] = lambda _: None,
+) -> Any:
+    """Compute something for many rows (draws, responses), in blocks of one size.
+
+    :param function: a function of the numbers of some rows, which returns a tree of
+        arrays.
+    :param number: the number of rows.
+    :param size: the size of a block. The last one is filled up.
+    :param took: called with the number of rows of each block, once it is done.
+    :return: the tree, as NumPy arrays of all rows.
+    """
+    parts = []
+    for start in range(0, number, size):
+        places = np.minimum(np.arange(start, start + size), number - 1)
+        kept = min(size, number - start)
+        cut = partial(lambda x, kept: np.asarray(x)[:kept], kept=kept)
+        parts.append(jax.tree.map(cut, function(places)))
+        took(kept)
+    return jax.tree.map(lambda *blocks: np.concatenate(blocks), *parts)

@@ -11,7 +11,8 @@ from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import jax
-from jax.core import Tracer
+
+from numpyro_gpaug.math.arrays import is_traced
 
 # The older code generator of jaxlib for CPUs. Programs of linear algebra spend their
 # time in library calls and in loops that both generators vectorise
@@ -135,7 +136,7 @@ class jit:
             kwargs[self._name] = self._held.setdefault(value, _Held(value))
         dynamic = {k: x for k, x in kwargs.items() if k not in self._static}
         leaves = jax.tree.leaves((args, dynamic))
-        if _are_traced(leaves):
+        if is_traced(leaves):
             return self.plain(*args, **kwargs)
         size = max(size, sum(getattr(x, "size", 1) for x in leaves))
         try:
@@ -175,7 +176,7 @@ def ahead(function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
     :param args: arguments of the shapes that it will be called with.
     """
     program, leaves = jax.jit(function), jax.tree.leaves(args)
-    if _are_traced(leaves):
+    if is_traced(leaves):
         return program
     traced = program.trace(*args)
     # Values that the function closes over are arguments, too.
@@ -197,7 +198,3 @@ def once(function: Callable[..., Any], *args: Any) -> Any:
     :param args: its arguments.
     """
     return ahead(function, *args)(*args)
-
-
-def _are_traced(leaves: list[Any]) -> bool:
-    return any(isinstance(x, Tracer) for x in leaves)

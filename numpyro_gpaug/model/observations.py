@@ -17,6 +17,7 @@ from numpyro.distributions import CategoricalLogits, CategoricalProbs, constrain
 
 from numpyro_gpaug.distributions.linked import Linked
 from numpyro_gpaug.likelihoods.expectations import base_distribution
+from numpyro_gpaug.math.arrays import is_traced
 from numpyro_gpaug.math.compiling import ahead
 from numpyro_gpaug.math.sharding import of_this_process
 from numpyro_gpaug.model.arguments import Arguments
@@ -151,7 +152,7 @@ def check_observations(
     :param needed: whether observations are required.
     :raises ValueError: naming the site and what was expected.
     """
-    if any(isinstance(x, jax.core.Tracer) for x in arguments.arrays):
+    if is_traced(arguments):
         return
     flat = flat_functions(model)
 

@@ -19,6 +19,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from numpyro_gpaug.gp.conditional import Conditional
+from numpyro_gpaug.math.arrays import is_traced
 from numpyro_gpaug.math.sharding import ROWS
 from numpyro_gpaug.model.arguments import Added, Arguments, is_array
 from numpyro_gpaug.model.jaxpr import jaxpr_and_tree
@@ -66,8 +67,7 @@ class Padding:
             beside its compilation.
         """
         num = arguments.num_rows
-        traced = any(isinstance(x, jax.core.Tracer) for x in arguments.arrays)
-        if traced or not num or arguments.mesh is not None:
+        if is_traced(arguments) or not num or arguments.mesh is not None:
             return arguments
         family = remembered(
             self._families, family_of(arguments), lambda: _Family(arguments)

@@ -19,8 +19,7 @@ from numpyro_gpaug._numpyro import one_thread, residual_policy
 from numpyro_gpaug.likelihoods.expectations import base_distribution
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.structure import run_model
-from numpyro_gpaug.predict.averages import Averages
-from numpyro_gpaug.predict.question import Contrast, Question
+from numpyro_gpaug.predict.averages import Averages, Contrast, Question
 
 Of = Callable[[Distribution], Array] | None
 # Numbers held at once while draws are averaged.

@@ -13,6 +13,7 @@ from jax import Array
 from numpyro.distributions import Distribution
 
 from numpyro_gpaug.errors import CholeskyError
+from numpyro_gpaug.math.arrays import is_traced
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.calls import check_count
 from numpyro_gpaug.model.costs import MAX_DENSE
@@ -20,7 +21,7 @@ from numpyro_gpaug.model.left_out import LeftOut
 from numpyro_gpaug.predict.added_rows import without_added
 from numpyro_gpaug.predict.arguments import FitArguments, joined_rows
 from numpyro_gpaug.predict.mixture import Fitted, WithoutData
-from numpyro_gpaug.predict.predictor import Predictor, Prepared, is_traced
+from numpyro_gpaug.predict.predictor import Predictor, Prepared
 
 SMALL_BATCH = 128
 
@@ -196,9 +197,8 @@ class Calls:
             or (arguments.mesh is not None)
         )
         if is_traced(arguments) or at_once:
-            if joint:
-                return self(what, arguments, site)
-            return self._explained(self._at_once(what, arguments, site), arguments)
+            predicted = self._padded if joint else self._at_once
+            return self._explained(predicted(what, arguments, site), arguments)
         found = self._in_blocks(what, called, site, rows, size)
         return self._explained(found, arguments)
 
@@ -215,31 +215,23 @@ class Calls:
         :param rows: the number of rows.
         :param size: rows of a block; the others are those of :meth:`stream`.
         """
-        arguments, rest = called[0], _blocks(*called, rows, size)
-        given = what, arguments, self._fitted, site, rows, (first := next(rest))
-
-        def whole(*, anew: bool = False) -> tuple[int, Any]:
-            with self._naming(arguments):
-                return self._predictor.whole(*given, anew=anew)
-
+        arguments, blocks = called[0], list(_blocks(*called, rows, size))
+        given = what, arguments, self._fitted, site
         # The structure of the answer (a distribution contains its batch shape) is
         # traced for the first number of rows, and derived from it for others.
-        known, like = whole()
-        others = known != rows
+        with self._naming(arguments):
+            few = self._predictor.fewer(*given[:2], blocks[0], *given[2:])
+        found: list[Any] = []
         try:
-            blocks = [self._at_once(what, x, site) for x in (first, *rest)]
+            found += [self._at_once(what, x, site) for x in blocks]
+            return _joined(without_added(few, found[0], rows), found)
         except (TypeError, ValueError):
-            if others:  # an error has the shapes that the user passed
-                whole(anew=True)
-            raise
-        try:
-            if others:
-                like = without_added(like, blocks[0], rows)
-            return _joined(like, blocks)
-        except (TypeError, ValueError):
-            if not others:
+            # An error has the shapes that the user passed.
+            with self._naming(arguments):
+                whole, _ = self._predictor.shapes_of(*given)
+            if not found:
                 raise
-            return _joined(whole(anew=True)[1], blocks)
+            return _joined(whole, found)
 
     @contextmanager
     def _naming(self, arguments: Arguments) -> Iterator[None]:

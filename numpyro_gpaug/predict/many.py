@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -17,6 +16,7 @@ from numpyro.distributions import Distribution
 from numpyro_gpaug._display import NotPickled, Rows, name_of
 from numpyro_gpaug._numpyro import Ordered, one_thread
 from numpyro_gpaug.distributions.stacked import Stacked
+from numpyro_gpaug.math.arrays import in_blocks
 from numpyro_gpaug.math.compiling import jit
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.latents import Structure
@@ -283,28 +283,3 @@ class Posteriors(
         rows = [(str(number), verdict) for verdict, number in counts.most_common()]
         title = f"{len(self)} posteriors of {name_of(self._predictor.model)}"
         return title, rows
-
-
-def in_blocks(
-    function: Callable[[np.ndarray], Any],
-    number: int,
-    lanes: int,
-    took: Callable[[int], Any] = lambda _: None,
-) -> Any:
-    """Compute something for many responses, in blocks of one size.
-
-    :param function: a function of the numbers of some responses, which returns a tree
-        of arrays.
-    :param number: the number of responses.
-    :param lanes: the size of a block. The last one is filled up.
-    :param took: called with the number of responses of each block, once it is done.
-    :return: the tree, as NumPy arrays of all responses.
-    """
-    parts = []
-    for start in range(0, number, lanes):
-        places = np.minimum(np.arange(start, start + lanes), number - 1)
-        kept = min(lanes, number - start)
-        cut = partial(lambda x, kept: np.asarray(x)[:kept], kept=kept)
-        parts.append(jax.tree.map(cut, function(places)))
-        took(kept)
-    return jax.tree.map(lambda *blocks: np.concatenate(blocks), *parts)

@@ -23,7 +23,7 @@ from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.gaussians.dense import Moments
 from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.likelihoods.expectations import Route
-from numpyro_gpaug.math.arrays import in_dtype_of
+from numpyro_gpaug.math.arrays import in_dtype_of, is_traced
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.calls import check_count, check_key
 from numpyro_gpaug.model.closures import Version, watched
@@ -35,12 +35,11 @@ from numpyro_gpaug.model.left_out import LeftOut
 from numpyro_gpaug.model.observations import check_observations
 from numpyro_gpaug.model.structure import remembered
 from numpyro_gpaug.predict.arguments import FitArguments
-from numpyro_gpaug.predict.averages import Averages
+from numpyro_gpaug.predict.averages import Averages, Contrast, Question
 from numpyro_gpaug.predict.averaging import Of
 from numpyro_gpaug.predict.calls import Calls
 from numpyro_gpaug.predict.mixture import Fitted, FunctionValues, WithoutData
-from numpyro_gpaug.predict.predictor import Predictor, is_traced, predictor_for
-from numpyro_gpaug.predict.question import Contrast, Question
+from numpyro_gpaug.predict.predictor import Predictor, predictor_for
 from numpyro_gpaug.predict.saved import SavedFit, read_fit, write_fit
 from numpyro_gpaug.predict.summary import SiteMoments, printed, table
 

@@ -23,7 +23,7 @@ from numpyro_gpaug.gp.markov import numbers_of, times_of
 from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.guides.function_posterior import Fit
 from numpyro_gpaug.likelihoods.expectations import Route
-from numpyro_gpaug.math.arrays import in_dtype_of
+from numpyro_gpaug.math.arrays import in_dtype_of, is_traced
 from numpyro_gpaug.math.compiling import few
 from numpyro_gpaug.math.sharding import mesh_of_latents, on_mesh
 from numpyro_gpaug.math.threads import threads_for
@@ -34,7 +34,7 @@ from numpyro_gpaug.model.columns import Labels
 from numpyro_gpaug.model.jaxpr import dependence_on_arrays
 from numpyro_gpaug.model.labels import labelled_axes
 from numpyro_gpaug.model.latents import JOINT, Structure
-from numpyro_gpaug.model.padding import Padding, family_of
+from numpyro_gpaug.model.padding import Padding
 from numpyro_gpaug.model.sources import Sources, names_of_arrays, sources
 from numpyro_gpaug.model.structure import (
     MAX_SHAPES,
@@ -109,6 +109,22 @@ class Predictor:
     def _cached(self, kind: str, key: Any, made: Callable[[], Any]) -> Any:
         """Return what is known about a key, which is made if necessary."""
         return remembered(self._cache, (kind, key), made, 8 * MAX_SHAPES)
+
+    def _run(
+        self, function: Callable[..., Any], arguments: Arguments, *given: Any
+    ) -> Any:
+        """Call a function, compiled once for the shapes of the model's arguments.
+
+        :param function: a function of these and of the rest, known by its name.
+        """
+        program = self._cached(
+            function.__name__, arguments.shapes, lambda: few(partial(function))
+        )
+        with threads_for(self.structure.largest):
+            found = program(arguments, *given)
+            # All results of a program become available together.
+            jax.block_until_ready(jax.tree.leaves(found)[:1])
+        return found
 
     def sources(
         self, arguments: Arguments, structure: Structure, values: dict[str, Any]
@@ -196,56 +212,30 @@ class Predictor:
         site: str,
         **how: Any,
     ) -> Any:
-        """Return the shapes of a prediction for another number of rows than that with
-        added rows. They are those of an earlier prediction, if there was one.
+        """Return the shapes of a prediction for another number of rows than the one
+        that is computed. They are those of an earlier prediction, if there was one.
 
-        :param padded: the arguments with added rows; the others are those of
-            :meth:`__call__`.
+        :param padded: the arguments that are computed, with added rows or of a block;
+            the others are those of :meth:`__call__`.
         """
         key = _kind(what, arguments, fitted, site, how)
         if self._cache.get(("fewer", key), (0,))[0] == padded.num_rows:
             self._cache.pop(("fewer", key))
 
         def found() -> tuple[int, Any]:
-            shapes, _ = self._shapes_of(what, arguments, fitted, site, **how)
+            shapes, ready = self.shapes_of(what, arguments, fitted, site, **how)
+            self._cached("prepared", (fitted.size, padded.shapes), lambda: ready)
             return arguments.num_rows, shapes
 
         return self._cached("fewer", key, found)[1]
 
     @one_thread
-    def whole(
-        self,
-        what: str,
-        arguments: Arguments,
-        fitted: Fitted,
-        site: str,
-        rows: int,
-        block: Arguments,
-        *,
-        anew: bool = False,
-    ) -> tuple[int, Any]:
-        """Return the shapes of a prediction in blocks, found without arithmetic for
-        the first number of rows, and this number.
-
-        :param rows: the number of rows of these arguments.
-        :param block: the arguments of a block; other parameters are those of
-            :meth:`__call__`.
-        :param anew: whether to trace this number of rows.
-        """
-
-        def found() -> tuple[int, Any]:
-            shapes, ready = self._shapes_of(what, arguments, fitted, site)
-            self._cached("prepared", (fitted.size, block.shapes), lambda: ready)
-            return rows, shapes
-
-        key = _kind(what, arguments, fitted, site, {}), block.shapes
-        if anew:
-            self._cache.pop(("whole", key), None)
-        return self._cached("whole", key, found)
-
-    def _shapes_of(
+    def shapes_of(
         self, what: str, arguments: Arguments, fitted: Fitted, site: str, **how: Any
     ) -> Any:
+        """Return the shapes of the results of :meth:`__call__`, found without
+        arithmetic."""
+
         def run(arguments: Arguments, fitted: Fitted) -> tuple[Any, Prepared]:
             answer, ready = self._answer(
                 arguments, fitted, None, None, what, site, **how
@@ -357,8 +347,7 @@ class Predictor:
             trace = run_model(flat, arguments, random.key(0), values)
             return {k: site["value"] for k, site in trace.items() if k in names}
 
-        program = self._cached("times", arguments.shapes, lambda: few(times))
-        found = program(arguments, fitted.first.values)
+        found = self._run(times, arguments, fitted.first.values)
         return fitted._replace(values={**fitted.values, **found})
 
     @one_thread
@@ -449,14 +438,7 @@ class Predictor:
         """
         if not self.structure.joint:
             return {}, {}, {}
-        program = self._cached(
-            "sites", arguments.shapes, lambda: few(partial(self._known_at))
-        )
-        with threads_for(self.structure.largest):
-            found = program(arguments, fitted)
-            # All results of a program become available together.
-            jax.block_until_ready(jax.tree.leaves(found)[:1])
-        at, marks, errors = found
+        at, marks, errors = self._run(self._known_at, arguments, fitted)
         shown = {k: SiteMoments(*at[k]) for k in self.shown()}
         lost = {name: float(x) for name, x in errors.items()}
         flat = {k: x.mean for k, x in shown.items() if _is_small_vector(x.mean)}
@@ -515,11 +497,8 @@ class Predictor:
                 return of_one(fitted)
             return averaged(of_one, fitted, jnp.exp(fitted.members.log_weights))
 
-        program = self._cached(
-            "covariances", arguments.shapes, lambda: few(covariances)
-        )
-        with threads_for(self.structure.largest), self.running():
-            return jax.block_until_ready(program(arguments, fitted, means))
+        with self.running():
+            return self._run(covariances, arguments, fitted, means)
 
     def predicted(self, site: str | None) -> Observed:
         """Return the observed site whose new observations are predicted: like
@@ -619,16 +598,16 @@ class Predictor:
         return view.of_groups() if grouped else view
 
 
-def is_traced(arguments: Arguments) -> bool:
-    """Whether a caller differentiates, vectorises or compiles the prediction."""
-    return any(isinstance(a, jax.core.Tracer) for a in arguments.arrays)
-
-
 def _kind(
     what: str, arguments: Arguments, fitted: Fitted, site: str, how: dict[str, Any]
 ) -> Any:
     """Return the properties of a prediction other than its number of rows."""
-    return what, site, fitted.size, family_of(arguments), how.get("num")
+    num = arguments.num_rows
+    shapes = tuple(
+        (x.ndim, x.shape[x.ndim > 0 and len(x) == num :], x.dtype)
+        for x in arguments.arrays
+    )
+    return what, site, fitted.size, shapes, arguments.static, how.get("num")
 
 
 def _shapes(tree: Any) -> Any:

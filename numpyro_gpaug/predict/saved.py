@@ -90,17 +90,12 @@ class _Header(NamedTuple):
 def write_fit(path: str | PathLike[str], fit: SavedFit) -> None:
     """Write a fit; see :meth:`~numpyro_gpaug.Posterior.save`."""
     arrays: dict[str, np.ndarray] = {}
-    kwargs, observations, shared, data, fingerprints, ranges = fit.arguments[:6]
     values, _, members = fit.fitted
+    kept = fit.arguments._asdict()
     parts = {
         "values": leaves_apart(values),
-        "arguments": kwargs,
-        "observations": observations,
-        "shared": shared,
-        "fingerprints": fingerprints,
-        "ranges": plain(ranges),
-        "labels": fit.arguments.labels,
-        "axes": fit.arguments.axes,
+        "arguments": kept.pop("kwargs"),
+        **plain({k: x for k, x in kept.items() if k != "data"}),
         "moments": _listed(fit.predictor.moments(fit.fitted)),
         "members": members and members._asdict() | {"own": _listed(members.own)},
         "sites": {k: _arrays(m) for k, m in fit.sites.items()},
@@ -111,7 +106,7 @@ def write_fit(path: str | PathLike[str], fit: SavedFit) -> None:
     }
     header = {name: pack(part, name, arrays) for name, part in parts.items()}
     with suppress(ValueError):
-        header["data"] = pack(data, "data", arrays)
+        header["data"] = pack(kept["data"], "data", arrays)
         header["model"] = pack(fit.description()._asdict(), "model", arrays)
     write(path, arrays, header)
 
@@ -153,8 +148,7 @@ def read_fit(
             predictor,
             fitted,
             FitArguments(
-                found.arguments, found.observations, found.shared, found.data,
-                found.fingerprints, found.ranges, found.labels, found.axes,
+                found.arguments, *(getattr(found, k) for k in FitArguments._fields[1:])
             ),
             {k: _site(*m) for k, m in found.sites.items()},
             found.marks,

@@ -13,6 +13,7 @@ import numpyro.distributions as dist
 from jax import Array
 from numpyro.distributions.util import lazy_property
 
+from numpyro_gpaug._display import entries
 from numpyro_gpaug.math import linalg
 from numpyro_gpaug.math.compiling import few
 from numpyro_gpaug.math.importance import varying, weighted_quantiles
@@ -168,7 +169,7 @@ def long_table(
     labels: list[str] = []
     columns = []
     for name, (mean, deviation) in {**moments, **fixed}.items():
-        labels += [label for label, *_ in _entries(name, mean[0], deviation[0])]
+        labels += [label for label, _ in entries(name, np.shape(mean)[1:])]
         columns.append([np.asarray(x).reshape(len(x), -1) for x in (mean, deviation)])
     mean, deviation = (np.concatenate(x, 1) for x in zip(*columns, strict=True))
     tail = _TAIL * deviation
@@ -204,6 +205,5 @@ def _of_members(
 
 
 def _entries(name: str, mean: np.ndarray, spread: np.ndarray) -> Any:
-    for place in np.ndindex(mean.shape):
-        label = f"{name}[{', '.join(map(str, place))}]" if place else name
+    for label, place in entries(name, mean.shape):
         yield label, float(mean[place]), float(spread[place])
