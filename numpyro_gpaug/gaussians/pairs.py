@@ -67,6 +67,11 @@ class PairedMap(NamedTuple):
         pairs = self.single.covariances(q, self.left, self.right)
         return PairMarginals(mean, variance, pairs)
 
+    @property
+    def offset(self) -> Array:
+        """The predictors where all latents are zero, (1, n)."""
+        return self.single.offset
+
     def certain(self) -> PairedMap:
         """Return the same map without the residual."""
         return self._replace(single=self.single.certain())
@@ -122,3 +127,16 @@ def factors_of(
     if isinstance(map_, PairedMap):
         return map_.factors(at, slopes, least_precision)
     return gaussian_factors(at, slopes, least_precision)
+
+
+def observed(map_: Any, mean: Array, precision: Array) -> Any:
+    """Return the factors for observing every predictor of a map.
+
+    :param map_: the map.
+    :param mean: the observations, (1, n).
+    :param precision: their precisions, (1, n).
+    """
+    own = GaussianFactors(precision * mean, precision)
+    if not isinstance(map_, PairedMap):
+        return own
+    return PairFactors(*own, jnp.zeros((1, len(map_.left)), mean.dtype))

@@ -172,17 +172,9 @@ class CollapsedGaussian(AugmentedGaussian):
         flat = {k: jnp.zeros(f.shape, f.dtype) for k, f in functions.items()}
         return self.structure.zeros | flat
 
-    def _warm_up(self, num_warmup: int) -> None:
-        self._num_warmup = num_warmup
-
     @precise
     def _begun(
-        self,
-        rng_key: Array,
-        num_warmup: int,
-        init_params: Values | None,
-        model_args: tuple[Any, ...],
-        model_kwargs: dict[str, Any] | None,
+        self, rng_key: Array, values: Values, arguments: Arguments
     ) -> CollapsedState:
         if not is_prng_key(rng_key):
             raise ValueError(
@@ -190,13 +182,12 @@ class CollapsedGaussian(AugmentedGaussian):
                 'use chain_method="sequential", "parallel" or jax.vmap'
             )
         key, inner_key = random.split(rng_key)
-        first, factors = super()._begun(
-            key, num_warmup, init_params, model_args, model_kwargs
-        )
-        given = {**(model_kwargs or {}), FACTORS_KWARG: factors}
+        first, factors = super()._begun(key, values, arguments)
+        args, kwargs = arguments.merge()
+        given = {**kwargs, FACTORS_KWARG: factors}
         others = {k: first.z[k] for k in self.structure.others}
-        start = unconstrain_fn(self._collapsed, model_args, given, others)
-        inner = self._inner.init(inner_key, num_warmup, start, model_args, given)
+        start = unconstrain_fn(self._collapsed, args, given, others)
+        inner = self._inner.init(inner_key, self._num_warmup, start, args, given)
         return first._replace(inner=inner)
 
     def _first(self, key: Array, values: Values, arguments: Arguments) -> Any:

@@ -202,7 +202,6 @@ class EllipticalSlice(GaussianKernel):
         if (guide is None) != (params is None):
             missing = "guide" if guide is None else "params"
             raise ValueError(f"a fit is a guide and its params: {missing} is missing")
-        self._num_warmup = 0
         self._fit: dict[str, Moments] | None = None
         self._fitted: dict[str, Block] = {}
         self._params: dict[str, Any] = {}
@@ -379,9 +378,6 @@ class EllipticalSlice(GaussianKernel):
         numbers = self._moved(numbers, values, {}, arguments)
         return self._evaluated(key, numbers, scale, step, ellipses, view)
 
-    def _warm_up(self, num_warmup: int) -> None:
-        self._num_warmup = num_warmup
-
     def _renewed(self, state: EllipticalState, arguments: Arguments) -> EllipticalState:
         view = self._view(arguments, {})
         ellipses, numbers = self._ellipses(view), self._numbers(state.z, arguments)
@@ -530,30 +526,26 @@ def minus_log_density(white: Parted, scale: Array) -> Array:
     return 0.5 * (squares / jnp.square(scale.astype(squares.dtype))).sum()
 
 
-class Found(NamedTuple):
-    """The point that a slice sampler moves to.
+class Bracket(NamedTuple):
+    """A search for an angle.
 
-    :param angle: the angle; 0 if it does not move.
-    :param log_ratio: the log-ratio there.
+    :param angle: the last angle; 0 if the sampler does not move.
+    :param low: the lower end of the angles that remain.
+    :param high: their upper end.
+    :param log_ratio: the log-ratio at the last angle.
     :param evaluations: the number of evaluations.
     """
 
     angle: Array
-    log_ratio: Array
-    evaluations: Array
-
-
-class _Bracket(NamedTuple):
-    angle: Array
     low: Array
     high: Array
-    value: Array
+    log_ratio: Array
     evaluations: Array
 
 
 def angle_in_slice(
     key: Array, log_ratio: Array, evaluate: Callable[[Array], Array]
-) -> Found:
+) -> Bracket:
     """Find an angle whose log-ratio is above a random height, by shrinking a bracket.
 
     :param key: random key.
@@ -567,23 +559,25 @@ def angle_in_slice(
     height = log_ratio + jnp.log1p(-uniform[0])
     low = -2 * np.pi * uniform[1]
     zero, never = jnp.zeros_like(low), jnp.full_like(low, -jnp.inf)
-    first = _Bracket(zero, low, low + 2 * np.pi, never, jnp.int32(0))
+    first = Bracket(zero, low, low + 2 * np.pi, never, jnp.int32(0))
 
-    def outside(at: _Bracket) -> Array:
-        return ~(at.value >= height) & (at.evaluations < MAX_SHRINKS)
+    def outside(at: Bracket) -> Array:
+        return ~(at.log_ratio >= height) & (at.evaluations < MAX_SHRINKS)
 
-    def shrink(at: _Bracket) -> _Bracket:
+    def shrink(at: Bracket) -> Bracket:
         angle = at.low + (at.high - at.low) * uniform[at.evaluations + 2]
         low = jnp.where(angle < 0, angle, at.low)
         high = jnp.where(angle < 0, at.high, angle)
-        return _Bracket(angle, low, high, evaluate(angle), at.evaluations + 1)
+        return Bracket(angle, low, high, evaluate(angle), at.evaluations + 1)
 
     last = lax.while_loop(outside, shrink, first)
     # If even the smallest move leaves the slice, the cause is rounding, and the state
     # stays.
-    accepted = last.value >= height
-    ratio = jnp.where(accepted, last.value, log_ratio)
-    return Found(jnp.where(accepted, last.angle, 0), ratio, last.evaluations)
+    accepted = last.log_ratio >= height
+    return last._replace(
+        angle=jnp.where(accepted, last.angle, 0),
+        log_ratio=jnp.where(accepted, last.log_ratio, log_ratio),
+    )
 
 
 def _with_sites(blocks: Structure) -> Structure:

@@ -54,6 +54,7 @@ class GaussianKernel(MCMCKernel):
         self._structure: Structure | None = None
         self._parts: tuple[Part, ...] = ()
         self._composite: Gibbs | None = None
+        self._num_warmup = 0
         # MCMC reads it to find out whether the kernel is initialised.
         self._sample_fn: Callable[..., Any] | None = None
 
@@ -102,33 +103,33 @@ class GaussianKernel(MCMCKernel):
         model_args: tuple[Any, ...],
         model_kwargs: dict[str, Any] | None,
     ) -> Any:
-        given = rng_key, num_warmup, init_params, model_args, model_kwargs
-        self._composite = None
+        self._composite, self._num_warmup = None, num_warmup
         self._structure = self._inspected(model_args, model_kwargs or {})
         if self.structure.others and not self._takes_others:
             # NumPyro's error names the sites that NUTS cannot sample.
             own = [site.name for site in self.structure.sites]
             self._composite = Gibbs([(self, own), (NUTS(self.model), None)])
             self._sample_fn = self._composite.sample
-            return self._composite.init(*given)
+            return self._composite.init(
+                rng_key, num_warmup, init_params, model_args, model_kwargs
+            )
+        arguments = Arguments.split(model_args, model_kwargs or {})
         with self._watch.running() as version:
             # MCMC compiles for a tree structure of states, so another version compiles
             # anew.
-            return self._begun(*given)._replace(version=version)
+            state = self._begun(rng_key, init_params or {}, arguments)
+            return state._replace(version=version)
 
     @precise
-    def _begun(
-        self,
-        rng_key: Array,
-        num_warmup: int,
-        init_params: Values | None,
-        model_args: tuple[Any, ...],
-        model_kwargs: dict[str, Any] | None,
-    ) -> Any:
+    def _begun(self, rng_key: Array, values: Values, arguments: Arguments) -> Any:
+        """Return the first state, checked.
+
+        :param rng_key: random key, or one for each chain.
+        :param values: initial values of some latents.
+        :param arguments: the model's arguments.
+        """
         refuse_forked()
-        arguments = Arguments.split(model_args, model_kwargs or {})
         self._check(arguments)
-        self._warm_up(num_warmup)
 
         # In one program, because single operations take many times as long.
         @jax.jit
@@ -138,7 +139,7 @@ class GaussianKernel(MCMCKernel):
 
             return (first if is_prng_key(keys) else jax.vmap(first))(keys, values)
 
-        state = start(rng_key, init_params or {}, arguments)
+        state = start(rng_key, values, arguments)
         self._refuse_broken(state, arguments)
         self._sample_fn = self._step
         return state
@@ -238,9 +239,6 @@ class GaussianKernel(MCMCKernel):
 
     def _step(self, state: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._next(state, Arguments.split(args, kwargs))
-
-    def _warm_up(self, num_warmup: int) -> None:
-        """Set the number of warm-up steps; most samplers have nothing to adapt."""
 
     def _view(self, arguments: Arguments, values: Values) -> JointView:
         """Return the model with other latents given."""

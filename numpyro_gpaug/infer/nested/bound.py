@@ -21,9 +21,8 @@ from jax import Array, random
 from jax.custom_derivatives import SymbolicZero
 from jax.flatten_util import ravel_pytree
 
-from numpyro_gpaug.gaussians.base import GaussianFactors
 from numpyro_gpaug.gaussians.dense import Moments
-from numpyro_gpaug.gaussians.pairs import PairedMap, PairFactors, factors_of
+from numpyro_gpaug.gaussians.pairs import PairedMap, factors_of, observed
 from numpyro_gpaug.guides import AutoLatentGaussian
 from numpyro_gpaug.infer.vi.differentiation import vjp
 from numpyro_gpaug.infer.vi.latent_gaussian import Evaluation, LatentGaussian
@@ -277,8 +276,7 @@ def _given(factors: Any, map_: Any, prior: Any) -> Any:
 def log_factors(map_: Any, factors: Any, z: Array) -> Array:
     """Return the logarithm of the product of Gaussian factors at latents (1, size), up
     to a constant."""
-    single = map_.single if isinstance(map_, PairedMap) else map_
-    at = single.given(z).mean
+    at = map_.given(z).mean
     terms = at * (factors.potential - 0.5 * factors.precision * at)
     if isinstance(map_, PairedMap):
         pairs = at[..., map_.left] * at[..., map_.right]
@@ -289,22 +287,14 @@ def log_factors(map_: Any, factors: Any, z: Array) -> Array:
 def moved_to(map_: Any, factors: Any, z: Array) -> Any:
     """Return factors as narrow as the given ones, centred on the predictors at latents
     (1, size). From wide factors a search might move to the highest mode."""
-    paired = isinstance(map_, PairedMap)
-    at = (map_.single if paired else map_).given(z).mean
     precision = jnp.maximum(jnp.abs(factors.precision), LEAST)
-    if paired:
-        return PairFactors(precision * at, precision, jnp.zeros_like(factors.cross))
-    return GaussianFactors(precision * at, precision)
+    return observed(map_, map_.given(z).mean, precision)
 
 
 def _first_factors(map_: Any) -> Any:
     """Return the factors for observing every predictor at its mean with variance one:
     under a wide prior, the expectation of a likelihood may not be finite."""
-    if isinstance(map_, PairedMap):
-        offset = map_.single.offset
-        cross = jnp.zeros((1, len(map_.left)), offset.dtype)
-        return PairFactors(offset, jnp.ones_like(offset), cross)
-    return GaussianFactors(map_.offset, jnp.ones_like(map_.offset))
+    return observed(map_, map_.offset, jnp.ones_like(map_.offset))
 
 
 def _moves(values: dict[str, Any], tangents: Any) -> dict[str, Any]:

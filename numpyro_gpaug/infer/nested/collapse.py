@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from functools import update_wrapper
 from typing import Any
 
-import jax
 import numpyro
 from jax import Array
 
@@ -16,7 +15,7 @@ from numpyro_gpaug.infer.nested.hyperparameters import declared, sizes
 from numpyro_gpaug.infer.nested.predictions import AtDraws, mixture, refuse_params
 from numpyro_gpaug.infer.nested.programs import Programs
 from numpyro_gpaug.infer.nested.setup import CollapsedBounds
-from numpyro_gpaug.math.arrays import in_dtype_of
+from numpyro_gpaug.math.arrays import in_dtype_of, is_traced
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.calls import check_count, check_key
 from numpyro_gpaug.model.closures import Version, watched
@@ -148,8 +147,7 @@ class CollapsedModel:
             trace = declared(self.model, bound.structure, args, kwargs)
             values = {name: site["value"] for name, site in trace.items()}
             numpyro.factor(SITE, bound(values, sizes(trace), arguments.arrays))
-        seen = jax.tree.leaves((values, arguments.arrays))
-        if any(isinstance(x, jax.core.Tracer) for x in seen):
+        if is_traced((values, arguments)):
             self._compiled = self._version
 
     def posterior(

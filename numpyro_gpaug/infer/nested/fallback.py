@@ -13,10 +13,10 @@ from jax import Array, random
 from numpyro.diagnostics import effective_sample_size, split_gelman_rubin
 from numpyro.infer import MCMC, NUTS
 
+from numpyro_gpaug._display import entries
 from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.infer.nested.draws import Run
 from numpyro_gpaug.infer.nested.programs import Programs
-from numpyro_gpaug.infer.nested.report import entries
 from numpyro_gpaug.math.importance import varying
 
 CHAINS, WARMUP = 4, 500
@@ -42,13 +42,15 @@ class Corrected(Run):
     def table(self) -> dict[str, list[float]]:
         sites = self.at(self.chain_points, self.chain_z)
         rows = {}
-        for label, x in entries(self.shown(sites)):
-            (moves,) = varying(x[:, None])
-            x = x.astype(float)
-            worth = effective_sample_size(x.reshape(self.num_chains, -1))
-            quantiles = np.quantile(x, (0.05, 0.5, 0.95))
-            known = (x.std(), worth) if moves else (0.0, np.nan)
-            rows[label] = [x.mean(), known[0], *quantiles, float(known[1])]
+        for name, values in self.shown(sites).items():
+            for label, place in entries(name, values.shape[1:]):
+                x = values[(slice(None), *place)]
+                (moves,) = varying(x[:, None])
+                x = x.astype(float)
+                worth = effective_sample_size(x.reshape(self.num_chains, -1))
+                quantiles = np.quantile(x, (0.05, 0.5, 0.95))
+                known = (x.std(), worth) if moves else (0.0, np.nan)
+                rows[label] = [x.mean(), known[0], *quantiles, float(known[1])]
         return rows
 
 

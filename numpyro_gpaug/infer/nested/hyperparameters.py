@@ -119,17 +119,20 @@ class Hyperparameters:
         flat = jax.eval_shape(lambda free: ravel_pytree(free)[0], free)
         self.size, self.dtype = flat.size, flat.dtype
         self._zeros = {k: np.zeros(s.shape, s.dtype) for k, s in free.items()}
-        self.medians = compiled(self._flat_medians)
+        self.medians = compiled(self._medians)
         self._draws = compiled(self._drawn)
 
-    def _trace(self, arrays: Any, wrap: Callable[[Any], Any]) -> Trace:
+    def _trace(self, arrays: Any, key: Array, **filled: Any) -> Trace:
+        """Return the sites at values that NumPyro's ``substitute`` fills in; others are
+        drawn."""
         args, kwargs = Arguments(arrays, self._static).merge()
 
         def model(*args: Any, **kwargs: Any) -> Trace:
             return declared(self._model, self._structure, args, kwargs)
 
         with handlers.block():
-            return wrap(model)(*args, **kwargs)
+            seeded = handlers.seed(model, key)
+            return handlers.substitute(seeded, **filled)(*args, **kwargs)
 
     def values(self, flat: Array, arrays: Any) -> tuple[dict[str, Array], Array]:
         """Return constrained values by name, and the log-density of the unconstrained
@@ -152,12 +155,7 @@ class Hyperparameters:
             jacobians.append(jnp.sum(volume))
             return value
 
-        trace = self._trace(
-            arrays,
-            lambda model: handlers.substitute(
-                handlers.seed(model, jax.random.key(0)), substitute_fn=filled
-            ),
-        )
+        trace = self._trace(arrays, jax.random.key(0), substitute_fn=filled)
         total = jnp.zeros((), self.dtype) + sum(jacobians)
         for site in trace.values():
             density = site["fn"].log_prob(site["value"])
@@ -167,23 +165,13 @@ class Hyperparameters:
 
     def steps(self, values: dict[str, Array], arrays: Any) -> dict[str, Array]:
         """See :func:`sizes`."""
-        trace = self._trace(
-            arrays,
-            lambda model: handlers.substitute(
-                handlers.seed(model, jax.random.key(0)), data=values
-            ),
-        )
+        trace = self._trace(arrays, jax.random.key(0), data=values)
         return lax.stop_gradient(sizes(trace))
 
     def _both(self, values: dict[str, Any], arrays: Any) -> tuple[Any, Any]:
         """Return constrained values in the form of the model, and unconstrained
         ones."""
-        trace = self._trace(
-            arrays,
-            lambda model: handlers.substitute(
-                handlers.seed(model, any_key()), data=values
-            ),
-        )
+        trace = self._trace(arrays, any_key(), data=values)
         return {k: jnp.asarray(trace[k]["value"]) for k in self.names}, _free(trace)
 
     @one_thread
@@ -204,27 +192,19 @@ class Hyperparameters:
         numbers = rng.integers(2**32, size=(num, 2), dtype=np.uint32)
         return np.asarray(self._draws(arrays, numbers), float)
 
-    def _medians(self, arrays: Any, key: Array) -> dict[str, Array]:
+    def _medians(self, arrays: Any, key: Array) -> Array:
         median = MedianStart(key)
 
         def start(site: dict[str, Any]) -> Any:
             # Latents in a scan already have a value, which is zero.
             return None if site["value"] is not None else median(site)
 
-        def wrap(model: Any) -> Any:
-            seeded = handlers.seed(model, key)
-            return handlers.substitute(seeded, substitute_fn=start)
-
-        return _free(self._trace(arrays, wrap))
-
-    def _flat_medians(self, arrays: Any, key: Array) -> Array:
-        return ravel_pytree(self._medians(arrays, key))[0]
+        return ravel_pytree(_free(self._trace(arrays, key, substitute_fn=start)))[0]
 
     def _drawn(self, arrays: Any, numbers: Array) -> Array:
         def one(number: Array) -> Array:
             key = jax.random.wrap_key_data(number, impl="threefry2x32")
-            trace = self._trace(arrays, lambda model: handlers.seed(model, key))
-            return ravel_pytree(_free(trace))[0]
+            return ravel_pytree(_free(self._trace(arrays, key, data={})))[0]
 
         return jax.vmap(one)(numbers)
 

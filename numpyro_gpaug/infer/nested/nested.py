@@ -26,7 +26,13 @@ from numpyro_gpaug.infer.nested.hyperparameters import Hyperparameters
 from numpyro_gpaug.infer.nested.many import CERTIFIED, NestedRuns
 from numpyro_gpaug.infer.nested.predictions import mixture, refuse_params
 from numpyro_gpaug.infer.nested.programs import Programs
-from numpyro_gpaug.infer.nested.report import Clock, certificate, lines, overview
+from numpyro_gpaug.infer.nested.report import (
+    COLUMNS,
+    Clock,
+    certificate,
+    lines,
+    overview,
+)
 from numpyro_gpaug.infer.nested.setup import MOST, CollapsedBounds
 from numpyro_gpaug.infer.vi.checks import check_gaussian, warn_of_units
 from numpyro_gpaug.infer.vi.resolution import check_precision
@@ -450,9 +456,8 @@ class NestedVI(Displayed):
         """
         import pandas
 
-        columns = ["mean", "sd", "5%", "50%", "95%", "n_eff"]
         found = self._table()
-        return pandas.DataFrame.from_dict(found, orient="index", columns=columns)
+        return pandas.DataFrame.from_dict(found, orient="index", columns=COLUMNS)
 
     @one_thread
     def _table(self) -> dict[str, list[float]]:

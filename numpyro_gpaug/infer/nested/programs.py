@@ -30,7 +30,7 @@ from numpyro_gpaug.infer.nested.bound import (
     moved_to,
 )
 from numpyro_gpaug.infer.nested.hyperparameters import Hyperparameters, compiled
-from numpyro_gpaug.math.arrays import in_dtype_of
+from numpyro_gpaug.math.arrays import in_blocks, in_dtype_of
 from numpyro_gpaug.math.compiling import SMALL, jit
 from numpyro_gpaug.math.importance import compensated_sum
 from numpyro_gpaug.model.arguments import Arguments
@@ -222,18 +222,12 @@ class Programs:
         """
         point = np.asarray(point, self.hyper.dtype)
         factors = jax.tree.map(lambda x: x[0], factors)
-        # In blocks of one size, which is the number of draws that are made at once, so
-        # that there is one program.
-        num, size = len(noise), self.chunk * self.num_draws
-        padded = np.zeros(
-            (-(-num // size) * size, noise.shape[1]), self.structure.dtype
-        )
-        padded[:num] = noise
-        blocks = [
-            self._terms(point, factors, padded[i : i + size], arrays)
-            for i in range(0, num, size)
-        ]
-        z, terms, squares = (np.concatenate(x)[:num] for x in zip(*blocks, strict=True))
+        noise = noise.astype(self.structure.dtype)
+        # As many as are drawn at once.
+        z, terms, squares = in_blocks(
+            lambda some: self._terms(point, factors, noise[some], arrays),
+            len(noise), self.chunk * self.num_draws,
+        )  # fmt: skip
         return z, terms, squares.astype(float)
 
     def _terms_at(

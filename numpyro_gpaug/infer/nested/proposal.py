@@ -48,6 +48,22 @@ class StudentT(NamedTuple):
         x = self.along(points)
         return np.square(x / np.where(x < 0, *self.sides)).sum(1)
 
+    def about(
+        self, centre: np.ndarray, points: np.ndarray, weights: np.ndarray, share: float
+    ) -> StudentT:
+        """Return a symmetric distribution as wide as weighted points around a centre.
+
+        :param centre: the centre, (d,).
+        :param points: points, (n, d).
+        :param weights: their weights, (n,), which sum to one.
+        :param share: the share of this distribution's covariance that is added, because
+            few points may lie in a hyperplane.
+        """
+        apart = points - centre
+        covariance = (weights[:, None] * apart).T @ apart
+        covariance += share * self.axes @ self.axes.T
+        return StudentT.symmetric(centre, covariance)
+
     def log_density(self, points: np.ndarray) -> np.ndarray:
         """Return the log-density at points of shape (n, d), with shape (n,)."""
         d, nu = len(self.mode), FREEDOM
@@ -174,13 +190,8 @@ def refined(
             continue
         weights = tempered(log_weights[own], 5.0 * (d + 1))
         mean = weights @ points[own]
-        apart = points[own] - mean
-        covariance = (weights[:, None] * apart).T @ apart
-        # A small part of the covariance at the mode, because few points may lie in a
-        # hyperplane.
-        covariance += 0.05 * component.axes @ component.axes.T
         found += [_split(component, points[own], weights)]
-        found += [StudentT.symmetric(mean, covariance)]
+        found += [component.about(mean, points[own], weights, 0.05)]
         shares += [0.6 * share, 0.4 * share]
     return tuple(found), tuple(shares)
 

@@ -141,10 +141,7 @@ def about_the_largest(
     # Half of the covariance is unweighted, because one of many points may have all the
     # weight.
     weights = special.softmax(log_weights)[near] + 1 / len(points)
-    apart = points[near] - centre
-    covariance = (weights[:, None] * apart).T @ apart / weights.sum()
-    covariance += 1e-4 * component.axes @ component.axes.T
-    return StudentT.symmetric(centre, covariance)
+    return component.about(centre, points[near], weights / weights.sum(), 1e-4)
 
 
 def as_wide_as_all(
@@ -157,8 +154,4 @@ def as_wide_as_all(
     :param log_weights: log-weights, (n,).
     """
     weights = tempered(log_weights, 5.0 * (points.shape[1] + 1))
-    mean = weights @ points
-    apart = points - mean
-    covariance = (weights[:, None] * apart).T @ apart
-    covariance += 1e-4 * component.axes @ component.axes.T
-    return StudentT.symmetric(mean, covariance)
+    return component.about(weights @ points, points, weights, 1e-4)

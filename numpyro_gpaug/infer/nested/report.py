@@ -7,11 +7,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from textwrap import wrap
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from numpyro_gpaug.infer.nested.weighted import LARGEST_LOSS
+
+if TYPE_CHECKING:
+    pass
+
+# The columns of a table.
+COLUMNS = ["mean", "sd", "5%", "50%", "95%", "n_eff"]
 
 
 class Clock:
@@ -113,8 +117,7 @@ def lines(run: Any, table: dict[str, list[float]]) -> str:
     """
     weighted = run.weighted
     width = max([10, *map(len, table)])
-    columns = "mean", "sd", "5%", "50%", "95%", "n_eff"
-    rows = ["", " " * width + "".join(f"{c:>10}" for c in columns)]
+    rows = ["", " " * width + "".join(f"{c:>10}" for c in COLUMNS)]
     for label, numbers in table.items():
         cells = "".join(f"{x:>10.2f}" for x in numbers[:-1]) + f"{numbers[-1]:>10.0f}"
         rows.append(f"{label:>{width}}{cells}")
@@ -148,14 +151,3 @@ def lines(run: Any, table: dict[str, list[float]]) -> str:
     )
     folded = [line for text in said for line in wrap(text, 88, subsequent_indent="  ")]
     return "\n".join([*rows, "", *folded])
-
-
-def entries(sites: dict[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield every entry of every site with its label, draws first.
-
-    :param sites: values by name, (draws, ...).
-    """
-    for name, values in sites.items():
-        for place in np.ndindex(values.shape[1:]):
-            label = f"{name}[{', '.join(map(str, place))}]" if place else name
-            yield label, values[(slice(None), *place)]

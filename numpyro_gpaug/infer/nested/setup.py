@@ -6,14 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import jax
-
 from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.guides import AutoLatentGaussian
 from numpyro_gpaug.infer.nested.apart import FEWEST
 from numpyro_gpaug.infer.nested.bound import CollapsedBound
 from numpyro_gpaug.infer.vi.checks import check_fit
+from numpyro_gpaug.math.arrays import is_traced
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.costs import Purpose
 from numpyro_gpaug.model.observations import check_observations
@@ -97,8 +96,7 @@ class CollapsedBounds:
                 guide, structure, arguments.static, projected=projected
             )
 
-        leaves = jax.tree.leaves(arguments.arrays)
-        if any(isinstance(x, jax.core.Tracer) for x in leaves):
+        if is_traced(arguments):
             return remembered(self._known, arguments.shapes, made)
         data = arguments.shapes, int(arguments.data)
         if data == self._seen and arguments.shapes in self._known:

@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 from scipy.special import logsumexp
 
+from numpyro_gpaug._display import entries
 from numpyro_gpaug.math.importance import (
     log_mean_exp,
     smoothed,
@@ -166,12 +167,9 @@ class Weighted:
             moves = varying(rounded)
             variance, worth = np.where(moves, (variance, worth), [[0.0], [np.nan]])
             quantiles = weighted_quantiles(flat, weights, (0.05, 0.5, 0.95))
-            places = list(np.ndindex(values.shape[1:]))
-            for i, place in enumerate(places):
-                label = f"{name}[{', '.join(map(str, place))}]" if place else name
-                rows[label] = [
-                    float(x) for x in (mean[i], np.sqrt(variance[i]), *quantiles[:, i])
-                ] + [float(worth[i])]
+            columns = np.stack([mean, np.sqrt(variance), *quantiles, worth], 1).tolist()
+            labels = (label for label, _ in entries(name, values.shape[1:]))
+            rows |= dict(zip(labels, columns, strict=True))
         return rows
 
 

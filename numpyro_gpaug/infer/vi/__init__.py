@@ -2,13 +2,12 @@
 """Variational inference: closed-form updates, and losses for NumPyro's ``SVI``."""
 
 from numpyro_gpaug.infer.vi.batches import Batches, Blocks
-from numpyro_gpaug.infer.vi.checkpoints import load_state, save_state
 from numpyro_gpaug.infer.vi.conjugate import ConjugateSVI
 from numpyro_gpaug.infer.vi.elbo import TraceAnalytic_ELBO
-from numpyro_gpaug.infer.vi.parquet import ArrowRows
 from numpyro_gpaug.infer.vi.result import ConjugateResult
+from numpyro_gpaug.infer.vi.row_blocks import ArrowRows
 from numpyro_gpaug.infer.vi.schedules import Adaptive, Constant, RobbinsMonro
-from numpyro_gpaug.infer.vi.state import ConjugateState
+from numpyro_gpaug.infer.vi.state import ConjugateState, load_state, save_state
 from numpyro_gpaug.infer.vi.streams import Stream
 from numpyro_gpaug.infer.vi.wasserstein import (
     TraceWasserstein_ELBO,

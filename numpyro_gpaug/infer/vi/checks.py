@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from numpyro_gpaug.guides import ConjugateGuide
 from numpyro_gpaug.infer.vi.batches import Blocks
+from numpyro_gpaug.math.arrays import is_traced
 from numpyro_gpaug.math.compiling import once
 from numpyro_gpaug.math.fingerprints import fingerprint
 from numpyro_gpaug.math.processes import spans_processes, told_by_all
@@ -295,8 +296,7 @@ class CheckedData:
             )
         arguments = Arguments.split(args, kwargs).on(self._mesh)
         data = arguments.data
-        leaves = jax.tree.leaves((state, arguments.arrays))
-        traced = any(isinstance(x, jax.core.Tracer) for x in leaves)
+        traced = is_traced((state, arguments))
         seen = arguments.shapes, int(data)
         if traced or seen != self._seen:
             check_arguments(self._model, args, kwargs)

@@ -24,11 +24,10 @@ from numpyro_gpaug.infer.vi.checks import (
     warn_of_units,
 )
 from numpyro_gpaug.infer.vi.feeds import Given, InMemory
-from numpyro_gpaug.infer.vi.guard import Guard
 from numpyro_gpaug.infer.vi.loop import copied
 from numpyro_gpaug.infer.vi.plan import CHUNK, LBFGS, Plan, Settings, constrained
 from numpyro_gpaug.infer.vi.programs import Programs
-from numpyro_gpaug.infer.vi.progress import Progress
+from numpyro_gpaug.infer.vi.progress import Guard, Progress
 from numpyro_gpaug.infer.vi.quasi_newton import warn_of_noise
 from numpyro_gpaug.infer.vi.reach import warn_of_reach
 from numpyro_gpaug.infer.vi.resolution import (

@@ -185,11 +185,14 @@ def view_at(
 ) -> Any:
     """Return the view of the model by its guide, at params, other latents that a guide
     drew, and one batch."""
-    others = {name: guide_trace[name]["value"] for name in structure.others}
-    values = {**params, **others}
-    plates = {n: guide_trace[n]["value"] for n in structure.plates if n in guide_trace}
-    values.update(plates)
-    values.update(drawn_indices(structure, model, arguments, values, key))
+    plates = [name for name in structure.plates if name in guide_trace]
+    drawn = {k: guide_trace[k]["value"] for k in (*structure.others, *plates)}
+    values = {**params, **drawn}
+    if structure.subsampled:
+        # Drawn once: all runs of the model in a step then use the same batch.
+        filled = {**structure.zeros, **values}
+        trace = run_model(flat_functions(model), arguments, key, filled)
+        values |= {name: trace[name]["value"] for name in structure.subsampled}
     return seen(structure, model, arguments, values, key)
 
 
@@ -206,19 +209,3 @@ def other_terms(view: Any, guide_trace: Trace) -> Array | float:
             term = site["fn"].log_prob(value) - guide_site["fn"].log_prob(value)
         total = total + scaled_sum(term, site["scale"])
     return total
-
-
-def drawn_indices(
-    structure: Structure,
-    model: Callable[..., Any],
-    arguments: Arguments,
-    values: dict[str, Any],
-    key: Array,
-) -> dict[str, Array]:
-    """Draw the indices of every subsampled plate once. All runs of the model in a step
-    then use the same batch."""
-    if not structure.subsampled:
-        return {}
-    filled = {**structure.zeros, **values}
-    trace = run_model(flat_functions(model), arguments, key, filled)
-    return {name: trace[name]["value"] for name in structure.subsampled}

@@ -230,18 +230,27 @@ class Reader:
 
     def arguments(self, batch: Any) -> Arguments:
         """Return the model's arguments with a batch."""
-        tree = self._given.at(batch)
-        leaves = Arguments.select_arrays(tree, jax.tree.leaves(tree))
 
         def rows(x: np.ndarray) -> Array:
             if self.mesh is None:
                 return jax.device_put(x)
             return rows_placed(x, self.mesh, 0)
 
+        return self._filled([batch], lambda parts: rows(*parts))
+
+    def _filled(self, batches: list[Any], rows: Callable[[Any], Any]) -> Arguments:
+        """Return the model's arguments with batches.
+
+        :param batches: one or more.
+        :param rows: returns an argument from its parts, one in each batch.
+        """
+        trees = [self._given.at(batch) for batch in batches]
+        leaves = [Arguments.select_arrays(x, jax.tree.leaves(x)) for x in trees]
+        first = zip(self._first.arrays, self._of_batches, strict=True)
         arrays = tuple(
-            rows(x) if of_batches else array
-            for x, array, of_batches in zip(
-                leaves, self._first.arrays, self._of_batches, strict=True
+            rows(parts) if of_batches else array
+            for parts, (array, of_batches) in zip(
+                zip(*leaves, strict=True), first, strict=True
             )
         )
         return self._first._replace(arrays=arrays)
@@ -253,16 +262,10 @@ class Reader:
         :param places: the length of the stack, filled up with the first batch.
         """
         filled = [*batches, *batches[:1] * (places - len(batches))]
-        trees = [self._given.at(batch) for batch in filled]
-        leaves = [Arguments.select_arrays(x, jax.tree.leaves(x)) for x in trees]
-        arrays = tuple(
-            rows_placed(np.stack(parts), self.mesh, 1) if of_batches else array
-            for parts, array, of_batches in zip(
-                zip(*leaves, strict=True), self._first.arrays, self._of_batches,
-                strict=True,
-            )
-        )  # fmt: skip
-        return Stacked(self._first._replace(arrays=arrays), self._of_batches)
+        stacked = self._filled(
+            filled, lambda parts: rows_placed(np.stack(parts), self.mesh, 1)
+        )
+        return Stacked(stacked, self._of_batches)
 
     def from_batch(self, number: int) -> Iterator[Any]:
         """Yield batches without end.

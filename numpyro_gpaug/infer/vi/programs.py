@@ -16,7 +16,6 @@ from jax.sharding import Mesh
 from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.guides import ConjugateGuide
 from numpyro_gpaug.infer.vi import quasi_newton
-from numpyro_gpaug.infer.vi.checkpoints import check_state
 from numpyro_gpaug.infer.vi.checks import (
     check_basis,
     check_fit,
@@ -56,7 +55,8 @@ from numpyro_gpaug.infer.vi.start import (
     read_params,
     unmarked,
 )
-from numpyro_gpaug.infer.vi.state import ConjugateState
+from numpyro_gpaug.infer.vi.state import ConjugateState, check_state
+from numpyro_gpaug.math.arrays import in_blocks
 from numpyro_gpaug.math.compiling import jit
 from numpyro_gpaug.math.sharding import ROWS, on_mesh
 from numpyro_gpaug.math.threads import threads_for
@@ -67,7 +67,7 @@ from numpyro_gpaug.model.padding import Padding
 from numpyro_gpaug.model.responses import Responses
 from numpyro_gpaug.model.structure import MAX_SHAPES, remembered
 from numpyro_gpaug.model.validation import check_arguments
-from numpyro_gpaug.predict.many import SMALL, Posteriors, in_blocks
+from numpyro_gpaug.predict.many import SMALL, Posteriors
 from numpyro_gpaug.predict.predictor import predictor_for
 
 # Responses that are tried, to find one that can be fitted.
@@ -365,11 +365,9 @@ class Programs:
     def _clear(self) -> None:
         self.plans.clear()
         self._paces.clear()
-        programs: tuple[Any, ...] = self.begin, self.advance, self.loss, self.read
-        programs += self.bounds, self.advance_batches, self.sums, self.slopes
-        programs += (self.lanes,)
-        for program in programs:
-            program.clear_cache()
+        for program in vars(self).values():
+            if isinstance(program, jit):
+                program.clear_cache()
 
     def pace(self, plan: Plan, size: int) -> Pace:
         """Return the known speed of steps.

@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state that one step passes to the next."""
+"""The state that one step passes to the next, and states in files."""
 
 from __future__ import annotations
 
 from functools import cache
+from os import PathLike
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
+from numpyro_gpaug.errors import ArchiveError
 from numpyro_gpaug.infer.vi.latent_gaussian import Natural
+from numpyro_gpaug.math.files import read, refusing, typed, write
 
 
 class Hyper(NamedTuple):
@@ -81,3 +85,104 @@ def flagged(state: ConjugateState, hyper: Hyper) -> ConjugateState:
         return state
     good = jnp.stack(finite).all()
     return state._replace(bound=jnp.where(good, state.bound, jnp.nan))
+
+
+def save_state(path: str | PathLike[str], state: ConjugateState) -> None:
+    """Write a state to a file of plain arrays. The file is replaced atomically, so a
+    complete file always exists.
+
+    :param path: the file, ``.npz``.
+    :param state: the state of a fit.
+    :raises TypeError: for anything else.
+
+    **Example** Write checkpoints during a run, and continue from the last one:
+
+    >>> import os, tempfile, jax, jax.numpy as jnp, numpyro
+    >>> import numpyro.distributions as dist, numpyro_gpaug as gpaug
+    >>> from numpyro_gpaug.infer import load_state, save_state
+    >>> def model(X, y=None, *, inducing):
+    ...     gp = gpaug.GaussianProcess("f", gpaug.kernels.Matern52(1.0), inducing)
+    ...     with numpyro.plate("data", X.shape[0]):
+    ...         numpyro.sample("y", dist.Bernoulli(logits=gp(X)), obs=y)
+    >>> X = jnp.linspace(-3, 3, 20)[:, None]
+    >>> data = dict(X=X, y=(X[:, 0] > 0).astype(int), inducing=X[::2])
+    >>> svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model))
+    >>> path = os.path.join(tempfile.mkdtemp(), "fit.npz")
+    >>> def checkpoint(state, losses):
+    ...     save_state(path, state)
+    >>> key, options = jax.random.key(0), dict(progress_bar=False)
+    >>> _ = svi.run(key, 4, **data, **options, callback=checkpoint)
+    >>> state = load_state(path, like=svi.init(key, **data))
+    >>> result = svi.run(key, 10 - int(state.step), **data, **options, init_state=state)
+    >>> int(result.state.step), len(result.losses)
+    (10, 6)
+    """
+    check_state(state, "state")
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    names = [jax.tree_util.keystr(path) for path, _ in leaves]
+    arrays = {f"leaf{i}": _plain(x) for i, (_, x) in enumerate(leaves)}
+    write(path, arrays, {"state": names})
+
+
+def load_state(path: str | PathLike[str], like: ConjugateState) -> ConjugateState:
+    """Read a state from a file. A run continues from it bit for bit, as if it had not
+    been interrupted.
+
+    :param path: from :func:`save_state`.
+    :param like: a state of the same model, guide and data, from ``svi.init``.
+    :raises ArchiveError: if the file is damaged, or does not contain such a state.
+    """
+    check_state(like, "like")
+    damaged = f"{path} is not the file of a state, or is damaged"
+    with refusing(damaged):
+        contents = read(path)
+        saved = typed(contents.header.get("state"), tuple[str, ...] | None, "state")
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(like)
+    names = [jax.tree_util.keystr(name) for name, _ in leaves]
+    if saved is None:
+        raise ArchiveError(
+            f"{path} contains a posterior, not a state. Read it with Posterior.load"
+        )
+    if list(saved) != names:
+        only = sorted({*saved} ^ {*names})
+        raise ArchiveError(
+            f"{path} contains the state of another fit: {only} occur in only one of "
+            "the two"
+        )
+    found = []
+    for i, (name, (_, x)) in enumerate(zip(names, leaves, strict=True)):
+        array, plain = contents.arrays.get(f"leaf{i}"), _plain(x)
+        if array is None or (array.shape, array.dtype) != (plain.shape, plain.dtype):
+            raise ArchiveError(
+                f"{path}: {name} has shape {getattr(array, 'shape', None)}, but that "
+                f"of this model and data has {plain.shape}, {plain.dtype}"
+            )
+        found.append(_as_key(array) if _is_key(x) else jnp.asarray(array))
+    with refusing(damaged):
+        contents.check()
+    return jax.tree.unflatten(treedef, found)
+
+
+def check_state(state: Any, name: str) -> None:
+    """Raise for anything but a state, such as a result.
+
+    :param name: the name of the argument.
+    :raises TypeError: for anything but a state; it names the argument.
+    """
+    if not isinstance(state, ConjugateState):
+        raise TypeError(
+            f"{name} must be a state: from a callback, result.state, or svi.init. "
+            f"Got a {type(state).__name__}"
+        )
+
+
+def _is_key(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _as_key(data: Any) -> Any:
+    return jax.random.wrap_key_data(data)
+
+
+def _plain(x: Any) -> np.ndarray:
+    return np.asarray(jax.random.key_data(x) if _is_key(x) else x)
