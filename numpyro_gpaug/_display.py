@@ -137,7 +137,7 @@ def name_of(fn: Callable[..., Any]) -> str:
     return getattr(fn, "__name__", type(fn).__name__)
 
 
-def entries(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
+def entries(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
     """Yield the label and the place of every entry of an array.
 
     **Example**

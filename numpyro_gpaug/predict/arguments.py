@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -154,22 +155,18 @@ class FitArguments(NamedTuple):
         }
         merged = {**kept, **kwargs}
         arguments = Arguments.split(args, merged)
-        by_row_named = [name not in self.shared for name in parameters[: len(args)]]
-        by_row_named += [True] * (len(args) - len(by_row_named))
-        is_new = (
-            tuple(
-                jax.tree.map(lambda _, flag=flag: flag, a)
-                for flag, a in zip(by_row_named, args, strict=True)
-            ),
-            {
-                k: jax.tree.map(lambda _, k=k: k in kwargs and k not in self.shared, v)
-                for k, v in merged.items()
-            },
-        )
+        # Positional arguments may have no names.
+        of_args = itertools.zip_longest(parameters[: len(args)], args)
+        new = [(name not in self.shared, x) for name, x in of_args]
+        new += [
+            (k in kwargs and k not in self.shared, merged[k]) for k in sorted(merged)
+        ]
         positional = dict(zip(parameters, args, strict=False))
         self._refuse_rows_of_fit(positional, kwargs)
         self._warn_of_far({**positional, **kwargs}, lambda: weighing(arguments))
-        flags = Arguments.select_arrays((args, merged), jax.tree.leaves(is_new))
+        flags = [
+            flag for flag, x in new for leaf in jax.tree.leaves(x) if is_array(leaf)
+        ]
         pairs = list(zip(flags, arguments.arrays, strict=True))
         rows = [a.shape[0] for flag, a in pairs if flag and a.ndim]
         # A series with a number of steps, or a table of students and items, has no
