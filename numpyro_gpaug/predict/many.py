@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -179,10 +180,7 @@ class Posteriors(
         :param kwargs: the model's keyword arguments, where they differ from the fits'.
         :return: a NumPyro distribution, with the responses along the first axis.
         """
-
-        def predicted(posterior: Posterior, *args: Any, **kwargs: Any) -> Distribution:
-            return posterior.predict_y(*args, site=site, **kwargs)
-
+        predicted = partial(Posterior.predict_y, site=site)
         return Stacked(self._map(("y", site), predicted, args, kwargs, over))
 
     def predict_f(
@@ -198,10 +196,7 @@ class Posteriors(
         :param site: the process or observed site, if the model has several.
         :return: means and variances, with the responses along the first axis.
         """
-
-        def predicted(posterior: Posterior, *args: Any, **kwargs: Any) -> Any:
-            return posterior.predict_f(*args, site=site, **kwargs)
-
+        predicted = partial(Posterior.predict_f, site=site)
         found: FunctionValues = self._map(("f", site), predicted, args, kwargs, over)
         return found
 

@@ -12,7 +12,7 @@ from jax import Array, random
 
 from numpyro_gpaug.infer.nested.bound import CollapsedBound, Start
 from numpyro_gpaug.infer.nested.hyperparameters import Hyperparameters, compiled
-from numpyro_gpaug.infer.nested.programs import Programs
+from numpyro_gpaug.infer.nested.programs import Evaluated, Programs
 from numpyro_gpaug.math.threads import threads_for
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.columns import Labels
@@ -82,10 +82,9 @@ class AtDraws:
         self._programs, self._arrays = programs, arrays
         self._largest = programs.structure.largest
         self.points = _unconstrained(programs.hyper, arrays, samples)
-        start = programs.no_start(arrays)
+        self._start = programs.no_start(arrays)
         with threads_for(self._largest):
-            first = programs.evaluate(self.points[:1], start, arrays, gradient=True)
-            self._start = Start(first.factors, np.ones(1, bool))
+            self._start = Start(self._at(self.points[:1]).factors, np.ones(1, bool))
 
     def gaussians(self, num: int) -> Any:
         """Return hyperparameters by name, and moments of the Gaussian, at some of the
@@ -114,18 +113,16 @@ class AtDraws:
         # memory.
         with threads_for(self._largest):
             z = [
-                programs.drawn(point, self._factors(point), each, arrays)
+                programs.drawn(point, self._at(point[None]).factors, each, arrays)
                 for point, each in zip(self.points, noise, strict=True)
             ]
             points = jnp.asarray(self.points, programs.hyper.dtype)
             found = programs.sites(points, np.stack(z), arrays)
             return jax.block_until_ready(found)
 
-    def _factors(self, point: np.ndarray) -> Any:
-        found = self._programs.evaluate(
-            point[None], self._start, self._arrays, gradient=True
-        )
-        return found.factors
+    def _at(self, points: np.ndarray) -> Evaluated:
+        """Return the Gaussian at one point, (1, d)."""
+        return self._programs.evaluate(points, self._start, self._arrays, gradient=True)
 
 
 def _unconstrained(

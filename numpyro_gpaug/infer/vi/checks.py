@@ -138,19 +138,16 @@ def check_gaussian(structure: Structure) -> None:
     :param structure: the structure of the model.
     :raises ValueError: if there is none; it states what can be one.
     """
-    if not any(block.shape[-1] for block in structure.blocks):
-        raise ValueError(_nothing_gaussian(structure))
-
-
-def _nothing_gaussian(structure: Structure) -> str:
+    if any(block.shape[-1] for block in structure.blocks):
+        return
     if not structure.joint:
-        return (
+        raise ValueError(
             "the model has no Gaussian process and no Gaussian weight vector on which "
             "data depend affinely. For random effects in plates, scalars and other "
             "Gaussian latents use AutoLatentGaussian(model)"
         )
     held = "; ".join(f"{name!r} is not: {reason}" for name, reason in structure.held)
-    return (
+    raise ValueError(
         "the model has no Gaussian latent for AutoLatentGaussian: a sample site of "
         "dist.Normal, MultivariateNormal, GaussianRandomWalk, CAR or the like on which "
         "the observations depend affinely, or a GaussianProcess"

@@ -181,15 +181,10 @@ def _extreme(conditional: Conditional, least: float) -> str | None:
     return APART if all(_is_apart(k, X, gp.inducing) for k in parts) else None
 
 
-@few
-def _own_covariances(kernel: Any, X: Array) -> tuple[Array, Array]:
-    return kernel(X), kernel(X, X)
-
-
 def _differences(kernel: Any, X: Array) -> float:
     """Return the share of the prior variance that is not common to all rows; 1 if there
     is no variance."""
-    total, common = (np.asarray(x, float) for x in _own_covariances(kernel, X))
+    total, _, common = (np.asarray(x, float) for x in _covariances(kernel, X, X))
     total, common = total.mean(-1), common.mean((-2, -1))
     return float(np.median(1 - common / np.where(total > 0, total, np.inf)))
 
