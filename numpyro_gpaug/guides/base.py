@@ -21,7 +21,7 @@ from numpyro_gpaug._numpyro import PointGuide
 from numpyro_gpaug.gaussians.dense import Moments
 from numpyro_gpaug.math.arrays import is_traced
 from numpyro_gpaug.math.compiling import ahead, once
-from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.closures import Version, watched
 from numpyro_gpaug.model.display import latent_rows, observed_rows
 from numpyro_gpaug.model.inspect import inspect_model, structure_at
@@ -61,7 +61,7 @@ class ProcessGuide(Displayed):
     #: their affine maps to predictors, and the likelihoods.
     view: ClassVar[Any] = ModelView
 
-    def __init__(self, model: Callable[..., Any], other: Callable[..., Any]) -> None:
+    def __init__(self, model: Model, other: Callable[..., Any]) -> None:
         refuse_forked()
         self.model = model
         self._other_class = other
@@ -93,7 +93,7 @@ class ProcessGuide(Displayed):
         # Compiled predictions by model, which serve all params.
         self.predictors: dict[Any, Any] = {}
 
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
+    def __call__(self, *args: Any, **kwargs: Any) -> Values:
         """Draw every latent.
 
         :return: values by site name.
@@ -101,8 +101,8 @@ class ProcessGuide(Displayed):
         raise NotImplementedError
 
     def split_params(
-        self, params: dict[str, Any]
-    ) -> tuple[dict[str, Any], dict[str, dict[str, Array]]]:
+        self, params: Values
+    ) -> tuple[Values, dict[str, dict[str, Array]]]:
         """Split the params of a fit into params that predictions read by name, and
         params of the Gaussian blocks, by block name.
 
@@ -158,7 +158,7 @@ class ProcessGuide(Displayed):
             self._sizes, here.shapes, lambda: structure_at(self.model, whole, here)
         )
 
-    def check_params(self, params: dict[str, Any]) -> None:
+    def check_params(self, params: Values) -> None:
         """Raise if params of the model or of the guide are missing.
 
         :param params: params of a fit.
@@ -214,7 +214,7 @@ class ProcessGuide(Displayed):
         self._supports_move = any(x.state for x in jax.tree.leaves(supports))
         self._alike.add(arguments.shapes)
 
-    def _others_at(self, arguments: Arguments) -> dict[str, Any]:
+    def _others_at(self, arguments: Arguments) -> Values:
         """Return starts and supports of the other latents."""
         other: Any = self._other
         return other.starts(*arguments.merge())
@@ -304,7 +304,7 @@ class ProcessGuide(Displayed):
             # NumPyro's Predictive passes no observations.
             check_observations(self.model, structure, arguments, needed=False)
 
-    def read(self, model: Callable[..., Any], *args: Any, **kwargs: Any) -> Structure:
+    def read(self, model: Model, *args: Any, **kwargs: Any) -> Structure:
         """Return the structure of a model for this guide.
 
         :param model: the model.
@@ -326,14 +326,14 @@ class ProcessGuide(Displayed):
             return PointGuide(fixed, key=key, start=MedianStart, call=once)
         return self._other_class(fixed)
 
-    def draw_others(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
+    def draw_others(self, *args: Any, **kwargs: Any) -> Values:
         """Draw only the latents of the other autoguide.
 
         :return: values by site name; empty if there are only Gaussian blocks.
         """
         return dict(self._other(*args, **kwargs)) if self._other else {}
 
-    def flat_trace(self, values: dict[str, Any], args: Any, kwargs: Any) -> Trace:
+    def flat_trace(self, values: Values, args: Any, kwargs: Any) -> Trace:
         """Run the model, inside the guide, at function values of zero. This also
         declares the params of the model in the guide, which needs their values.
 
@@ -349,13 +349,11 @@ class ProcessGuide(Displayed):
             expose_types=["param"],
         )
 
-    def other_median(self, params: dict[str, Any]) -> dict[str, Array]:
+    def other_median(self, params: Values) -> Values:
         """Return posterior medians of the latents of the other autoguide."""
         return dict(self._other.median(params)) if self._other else {}
 
-    def other_draws(
-        self, key: Array, params: dict[str, Any], num: int
-    ) -> dict[str, Array]:
+    def other_draws(self, key: Array, params: Values, num: int) -> Values:
         """Return posterior draws of the latents of the other autoguide, with a leading
         axis.
 
@@ -370,11 +368,11 @@ class ProcessGuide(Displayed):
     def sample_posterior(
         self,
         rng_key: Array,
-        params: dict[str, Any],
+        params: Values,
         *args: Any,
         sample_shape: tuple[int, ...] = (),
         **kwargs: Any,
-    ) -> dict[str, Array]:
+    ) -> Values:
         """Draw from the guide.
 
         :param rng_key: random key.
@@ -386,7 +384,7 @@ class ProcessGuide(Displayed):
         """
         self.setup(*args, **kwargs)
 
-        def draw(key: Array) -> dict[str, Array]:
+        def draw(key: Array) -> Values:
             seeded = handlers.seed(handlers.substitute(self, data=params), key)
             return handlers.block(seeded)(*args, **kwargs)
 
@@ -397,7 +395,7 @@ class ProcessGuide(Displayed):
             draw = jax.vmap(draw)
         return draw(keys)
 
-    def turn(self, arguments: Arguments, values: dict[str, Any]) -> bool:
+    def turn(self, arguments: Arguments, values: Values) -> bool:
         """Change to a basis in which rounding preserves more of the precision, if the
         guide has one.
 
@@ -442,7 +440,7 @@ class ConjugateGuide(ProcessGuide):
 
     def __init__(
         self,
-        model: Callable[..., Any],
+        model: Model,
         covariance: str = "natural",
         other: Callable[..., Any] = AutoDelta,
     ) -> None:
@@ -469,9 +467,7 @@ class ConjugateGuide(ProcessGuide):
     def own_params(self) -> tuple[str, ...]:
         return tuple(n for b in self.structure.blocks for n in self.param_names(b))
 
-    def start_at(
-        self, given: dict[str, Any], trace: Trace, view: Any
-    ) -> dict[str, Any]:
+    def start_at(self, given: Values, trace: Trace, view: Any) -> dict[str, Any]:
         """Return natural parameters of every block at the start of a fit, latent axis
         first.
 
@@ -486,7 +482,7 @@ class ConjugateGuide(ProcessGuide):
 
         :param natural: natural parameters by block, latent axis first.
         """
-        params: dict[str, Array] = {}
+        params: Values = {}
         for block in self.structure.blocks:
             leaves, latents = jax.tree.leaves(natural[block.name]), block.shape[:-1]
             named = zip(self.param_names(block), leaves, strict=True)

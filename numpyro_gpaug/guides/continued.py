@@ -28,7 +28,7 @@ from numpyro_gpaug.gp.projection import latent_first
 from numpyro_gpaug.guides.sparse_gp import AutoSparseGP, standard
 from numpyro_gpaug.math.compiling import few
 from numpyro_gpaug.math.linalg import precise
-from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.structure import Block, Trace
 from numpyro_gpaug.model.view import ModelView
 
@@ -74,8 +74,8 @@ class ContinuedGP(AutoSparseGP):
     view: ClassVar[Any] = _ContinuedView
 
     def going_on(
-        self, arguments: Arguments, values: dict[str, Any], moments: dict[str, Moments]
-    ) -> tuple[dict[str, Array], Array | float]:
+        self, arguments: Arguments, values: Values, moments: dict[str, Moments]
+    ) -> tuple[Values, Array | float]:
         """Return params of a fit that continues from a posterior, and the constant, in
         nats, that earlier data add to its bound.
 
@@ -83,7 +83,7 @@ class ContinuedGP(AutoSparseGP):
         :param values: params, and point values of other latents.
         :param moments: moments of the posterior, by block.
         """
-        found: dict[str, Array] = {}
+        found: Values = {}
         for block in self.structure.blocks:
             found |= earlier_params(block, moments[block.name])
         return found, 0.0
@@ -97,7 +97,7 @@ class ContinuedGP(AutoSparseGP):
         names = [name for block in blocks for name in earlier_names(block)]
         return {**super().constraints, **dict.fromkeys(names, constraints.real)}
 
-    def draw_others(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
+    def draw_others(self, *args: Any, **kwargs: Any) -> Values:
         for block in self.structure.blocks:
             for name, start in zip(
                 earlier_names(block), _nothing_known(block), strict=True
@@ -106,8 +106,8 @@ class ContinuedGP(AutoSparseGP):
         return super().draw_others(*args, **kwargs)
 
     def split_params(
-        self, params: dict[str, Any]
-    ) -> tuple[dict[str, Any], dict[str, dict[str, Array]]]:
+        self, params: Values
+    ) -> tuple[Values, dict[str, dict[str, Array]]]:
         values, own = super().split_params(params)
         for block in self.structure.blocks:
             own[block.name] |= {name: values.pop(name) for name in earlier_names(block)}
@@ -132,7 +132,7 @@ def earlier_names(block: Block) -> tuple[str, str]:
     return f"{block.site}_earlier_vector", f"{block.site}_earlier_matrix"
 
 
-def earlier_params(block: Block, known: tuple[Array, Array]) -> dict[str, Array]:
+def earlier_params(block: Block, known: tuple[Array, Array]) -> Values:
     """Return the params named by :func:`earlier_names`.
 
     :param block: a block of the model.
@@ -207,23 +207,23 @@ class TrackedGP(ContinuedGP):
 
     view = _TrackedView
 
-    def __init__(self, model: Callable[..., Any]) -> None:
+    def __init__(self, model: Model) -> None:
         super().__init__(model)
         self._program: Any = one_thread(few(self._known))
 
     def going_on(
-        self, arguments: Arguments, values: dict[str, Any], moments: dict[str, Moments]
-    ) -> tuple[dict[str, Array], Array | float]:
+        self, arguments: Arguments, values: Values, moments: dict[str, Moments]
+    ) -> tuple[Values, Array | float]:
         return self._program(arguments, values, moments)
 
     @precise
     def _known(
-        self, arguments: Arguments, values: dict[str, Any], moments: dict[str, Moments]
-    ) -> tuple[dict[str, Array], Array]:
+        self, arguments: Arguments, values: Values, moments: dict[str, Moments]
+    ) -> tuple[Values, Array]:
         structure = self.structure_at(arguments)
         key = jax.random.key(0)
         view = ModelView(structure, self.model, arguments, values, key)
-        params: dict[str, Array] = {}
+        params: Values = {}
         priors, natural, evidence = view.priors(), {}, jnp.zeros(())
         for block in structure.blocks:
             q, prior = moments[block.name], priors[block.name]

@@ -26,6 +26,7 @@ from numpyro_gpaug.gp.projection import (
     residual_variance,
 )
 from numpyro_gpaug.math.linalg import diagonal, inverse_cholesky
+from numpyro_gpaug.model.arguments import Values
 from numpyro_gpaug.model.structure import Block
 from numpyro_gpaug.model.view import ModelView
 
@@ -39,7 +40,7 @@ class Fit(NamedTuple):
         factors of the inducing matrices), if computed before.
     """
 
-    values: dict[str, Any]
+    values: Values
     moments: dict[str, Moments]
     factors: dict[str, Any] | None = None
 
@@ -114,7 +115,7 @@ class InducingPosterior:
     inputs, :meth:`marginals` of the affine map of every block, and :meth:`measure`.
     """
 
-    def factor(self, gp: GaussianProcess, block: Block, values: dict[str, Any]) -> Any:
+    def factor(self, gp: GaussianProcess, block: Block, values: Values) -> Any:
         """Return the inverse Cholesky factor of an inducing matrix.
 
         :param gp: the process.
@@ -187,7 +188,7 @@ class Preconditioned(NamedTuple):
     noise: Array
 
     @classmethod
-    def of(cls, block: Block, values: dict[str, Any]) -> Preconditioned:
+    def of(cls, block: Block, values: Values) -> Preconditioned:
         """Return the parameters of a block, from the params of a guide."""
         return cls(*(lead(values[name], 1) for name in preconditioned_names(block)))
 
@@ -221,9 +222,7 @@ class PreconditionedPosterior(InducingPosterior):
     """Function values under :class:`Preconditioned`; weight vectors are Gaussian as in
     :class:`~numpyro_gpaug.guides.function_posterior.InducingPosterior`."""
 
-    def factor(
-        self, gp: GaussianProcess, block: Block, values: dict[str, Any]
-    ) -> Array:
+    def factor(self, gp: GaussianProcess, block: Block, values: Values) -> Array:
         """Return the inverse Cholesky factor of ``K + Sigma``."""
         gram = lead(gp.kernel(gp.inducing, gp.inducing), 2)
         noise = Preconditioned.of(block, values).noise

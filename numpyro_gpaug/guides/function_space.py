@@ -29,6 +29,7 @@ from numpyro_gpaug.guides.function_posterior import (
 )
 from numpyro_gpaug.math.linalg import precise, safe_sqrt, solve_lower
 from numpyro_gpaug.math.whitening import cholesky_of_sums
+from numpyro_gpaug.model.arguments import Model, Values
 from numpyro_gpaug.model.latents import Structure
 from numpyro_gpaug.model.structure import Block, conditional_of, fill
 from numpyro_gpaug.model.view import ModelView
@@ -90,7 +91,7 @@ class AutoFunctionSpaceGP(ProcessGuide):
 
     def __init__(
         self,
-        model: Callable[..., Any],
+        model: Model,
         mean: Callable[[Array], Array],
         kernel: Any = None,
         other: Callable[..., Any] = AutoDelta,
@@ -104,7 +105,7 @@ class AutoFunctionSpaceGP(ProcessGuide):
             mean, kernel
         )
 
-    def read(self, model: Callable[..., Any], *args: Any, **kwargs: Any) -> Structure:
+    def read(self, model: Model, *args: Any, **kwargs: Any) -> Structure:
         structure = super().read(model, *args, **kwargs)
         processes = structure.processes
         if len(processes) != 1:
@@ -116,7 +117,7 @@ class AutoFunctionSpaceGP(ProcessGuide):
         return replace(structure, blocks=processes, others=structure.others + weights)
 
     @precise
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
+    def __call__(self, *args: Any, **kwargs: Any) -> Values:
         """Draw every latent.
 
         :return: values by site name, including function values.
@@ -136,7 +137,7 @@ class AutoFunctionSpaceGP(ProcessGuide):
         return values
 
     def _conditional(
-        self, block: Block, values: dict[str, Any], args: Any, kwargs: Any
+        self, block: Block, values: Values, args: Any, kwargs: Any
     ) -> Conditional:
         """Return the process at the inputs of this run of the model."""
         trace = self.flat_trace(values, args, kwargs)
@@ -149,7 +150,7 @@ class AutoFunctionSpaceGP(ProcessGuide):
             )
         return conditional_of(trace, block)
 
-    def median(self, params: dict[str, Any]) -> dict[str, Array]:
+    def median(self, params: Values) -> Values:
         """Return posterior medians of the latents of the other autoguide. Medians of
         function values depend on the inputs: use ``Posterior.predict_f``.
 
@@ -159,8 +160,8 @@ class AutoFunctionSpaceGP(ProcessGuide):
         return self.other_median(params)
 
     def split_params(
-        self, params: dict[str, Any]
-    ) -> tuple[dict[str, Any], dict[str, dict[str, Array]]]:
+        self, params: Values
+    ) -> tuple[Values, dict[str, dict[str, Array]]]:
         return dict(params), {}
 
     def moments(
@@ -221,7 +222,7 @@ class FunctionSpacePosterior:
 
         return GaussianMeasure(mean, covariance)
 
-    def declare(self, conditional: Conditional, block: Block) -> dict[str, Any]:
+    def declare(self, conditional: Conditional, block: Block) -> Values:
         """Declare the params of mean and kernel, inside a guide.
 
         :return: their values by name.
@@ -248,9 +249,7 @@ def _tril_name(block: Block) -> str:
     return f"{block.site}_auto_tril"
 
 
-def _pinned(
-    fn: Callable[..., Any], values: dict[str, Any], name: str
-) -> Callable[..., Any]:
+def _pinned(fn: Callable[..., Any], values: Values, name: str) -> Callable[..., Any]:
     """Return ``fn`` at the given params, independent of the handlers around its
     calls."""
 

@@ -27,7 +27,7 @@ from numpyro_gpaug.guides.function_posterior import (
     preconditioned_names,
 )
 from numpyro_gpaug.math.linalg import precise
-from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.inspect import warn_of_points
 from numpyro_gpaug.model.latents import Structure
 from numpyro_gpaug.model.structure import (
@@ -89,15 +89,13 @@ class AutoSparseGP(ConjugateGuide):
         "diagonal": InducingPosterior, "preconditioned": PreconditionedPosterior,
     }  # fmt: skip
 
-    def read(self, model: Callable[..., Any], *args: Any, **kwargs: Any) -> Structure:
+    def read(self, model: Model, *args: Any, **kwargs: Any) -> Structure:
         structure = super().read(model, *args, **kwargs)
         if self._other_class is AutoDelta:
             warn_of_points(model, structure, args, kwargs)
         return structure
 
-    def start_at(
-        self, given: dict[str, Any], trace: Trace, view: Any
-    ) -> dict[str, Any]:
+    def start_at(self, given: Values, trace: Trace, view: Any) -> dict[str, Any]:
         """Return the given natural parameters of every block, filled up with those of
         its prior."""
 
@@ -120,7 +118,7 @@ class AutoSparseGP(ConjugateGuide):
         return standard(block) if block.is_process else prior_of(block, trace())
 
     @precise
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
+    def __call__(self, *args: Any, **kwargs: Any) -> Values:
         """Draw every latent.
 
         :return: values by site name.
@@ -148,7 +146,7 @@ class AutoSparseGP(ConjugateGuide):
         return values
 
     def _inducing_factors(
-        self, values: dict[str, Any], args: Any, kwargs: Any
+        self, values: Values, args: Any, kwargs: Any
     ) -> dict[str, Array]:
         """Return Cholesky factors of the inducing matrices, if draws need them."""
         processes = [b for b in self.structure.processes if self._is_preconditioned(b)]
@@ -160,7 +158,7 @@ class AutoSparseGP(ConjugateGuide):
     def _is_preconditioned(self, block: Block) -> bool:
         return self.covariance == "preconditioned" and block.is_process
 
-    def median(self, params: dict[str, Any]) -> dict[str, Array]:
+    def median(self, params: Values) -> Values:
         """Return posterior medians of all latents.
 
         :param params: the guide's params.
@@ -172,8 +170,8 @@ class AutoSparseGP(ConjugateGuide):
         return values
 
     def split_params(
-        self, params: dict[str, Any]
-    ) -> tuple[dict[str, Any], dict[str, dict[str, Array]]]:
+        self, params: Values
+    ) -> tuple[Values, dict[str, dict[str, Array]]]:
         own = {
             block.name: {name: params[name] for name in self.param_names(block)}
             for block in self.structure.blocks
@@ -190,16 +188,14 @@ class AutoSparseGP(ConjugateGuide):
             for name, given in own.items()
         }
 
-    def _moments(self, name: str, params: dict[str, Array]) -> Moments:
+    def _moments(self, name: str, params: Values) -> Moments:
         (block,) = (b for b in self.structure.blocks if b.name == name)
         if self.covariance == "natural":
             natural = NaturalGaussian(*(params[n] for n in natural_names(block)))
             return with_latent_axis(natural.moments())
         return with_latent_axis(moments_of(self.gaussian(block, params)))
 
-    def inducing_gaussians(
-        self, params: dict[str, Any]
-    ) -> tuple[dict[str, Any], dict[str, Moments]]:
+    def inducing_gaussians(self, params: Values) -> tuple[Values, dict[str, Moments]]:
         """Return the other params of a fit, and moments of its Gaussians by block.
 
         :param params: params of the fit.
@@ -222,7 +218,7 @@ class AutoSparseGP(ConjugateGuide):
         spread = "scale" if self.covariance == "diagonal" else "tril"
         return f"{block.site}_auto_loc", f"{block.site}_auto_{spread}"
 
-    def gaussian(self, block: Block, params: dict[str, Any]) -> dist.Distribution:
+    def gaussian(self, block: Block, params: Values) -> dist.Distribution:
         """Return the guide's distribution of a block.
 
         :param block: one of ``structure.blocks``.

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from functools import cached_property
 from numbers import Number
 from typing import Any, NamedTuple
@@ -16,6 +16,10 @@ from jax.sharding import Mesh
 from numpyro_gpaug.math.arrays import as_arrays, held
 from numpyro_gpaug.math.fingerprints import fingerprint
 from numpyro_gpaug.math.sharding import ROWS, placed, rows_mesh
+
+# A model, a guide, or a part of one; and values of sites and params by name.
+Model = Callable[..., Any]
+Values = dict[str, Any]
 
 
 def is_array(leaf: Any) -> bool:

@@ -26,7 +26,7 @@ from numpyro_gpaug.likelihoods.expectations import (
     predictive,
     through_wrappers,
 )
-from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.arguments import Arguments, Model
 from numpyro_gpaug.model.expectation import of_site
 from numpyro_gpaug.model.inspect import structure_at
 from numpyro_gpaug.model.joint_predictive import JointPredictiveView
@@ -55,9 +55,7 @@ class Answers:
     def __init__(self, structure: Any, function_posterior: Any) -> None:
         self._structure, self._posterior = structure, function_posterior
 
-    def structure_at(
-        self, model: Callable[..., Any], arguments: Arguments
-    ) -> Structure:
+    def structure_at(self, model: Model, arguments: Arguments) -> Structure:
         """Return the structure of the model at these arguments."""
         return structure_at(model, self._structure, arguments)
 
@@ -223,9 +221,7 @@ class JointAnswers(Answers):
     view = JointPredictiveView
     _structure: Structure
 
-    def structure_at(
-        self, model: Callable[..., Any], arguments: Arguments
-    ) -> Structure:
+    def structure_at(self, model: Model, arguments: Arguments) -> Structure:
         # As many times as the process has states. Other processes have no such site.
         structure = self._structure
         shapes = {s.name: s.shape for s in structure.sites}

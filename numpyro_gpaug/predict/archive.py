@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -23,7 +22,7 @@ from numpyro_gpaug.likelihoods.expectations import base_distribution
 from numpyro_gpaug.math.compiling import once
 from numpyro_gpaug.math.files import typed
 from numpyro_gpaug.math.linalg import precise
-from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.gaussians import whitening
 from numpyro_gpaug.model.latents import GaussianSite, Grouping, Structure
 from numpyro_gpaug.model.structure import Block, Leaves, Observed, run_model
@@ -49,10 +48,7 @@ class Description(NamedTuple):
 
 
 def describe(
-    model: Callable[..., Any],
-    structure: Structure,
-    arguments: FitArguments,
-    values: dict[str, Any],
+    model: Model, structure: Structure, arguments: FitArguments, values: Values
 ) -> Description:
     """Describe a model by one run at stand-in values: fixed numbers replace all data
     (of which a fit keeps only shapes), Gaussian latents and function values.
@@ -74,7 +70,7 @@ def describe(
         return _stand_in(fn.shape, fn.dtype) if _is_process(message) else None
 
     @precise
-    def numbers(kept: Arguments, values: dict[str, Any]) -> Any:
+    def numbers(kept: Arguments, values: Values) -> Any:
         leaves, tree = jax.tree.flatten(kept.merge())
         # Different numbers in every argument, because predictors may depend on any of
         # them.
@@ -285,7 +281,7 @@ def pack(tree: Any, path: str, arrays: dict[str, np.ndarray]) -> Any:
     )
 
 
-def leaves_apart(values: dict[str, Any]) -> dict[str, Any]:
+def leaves_apart(values: Values) -> Values:
     """Return params in the form in which they are saved: a param with its own tree
     structure (a network) is saved as its leaves, and the code that declares it restores
     the structure."""

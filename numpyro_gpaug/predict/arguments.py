@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_gpaug.math.fingerprints import fingerprint
-from numpyro_gpaug.model.arguments import Arguments, is_array
+from numpyro_gpaug.model.arguments import Arguments, Model, Values, is_array
 from numpyro_gpaug.model.columns import Columns, Labels
 from numpyro_gpaug.model.latents import Structure
 from numpyro_gpaug.model.signatures import argument_names, signature_of
@@ -71,7 +71,7 @@ class FitArguments(NamedTuple):
     @classmethod
     def of_fit(
         cls,
-        model: Callable[..., Any],
+        model: Model,
         structure: Structure,
         origins: Sources,
         args: tuple[Any, ...],
@@ -129,7 +129,7 @@ class FitArguments(NamedTuple):
 
     def joined(
         self,
-        model: Callable[..., Any],
+        model: Model,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         weighing: Callable[[Arguments], tuple[str, ...] | None] = lambda _: None,
@@ -209,7 +209,7 @@ class FitArguments(NamedTuple):
             )
 
     def _warn_of_far(
-        self, given: dict[str, Any], weighing: Callable[[], tuple[str, ...] | None]
+        self, given: Values, weighing: Callable[[], tuple[str, ...] | None]
     ) -> None:
         """Warn about rows that are far from all rows of the fit. An exposure or an
         offset may be anywhere: the weights of latents do not depend on it.
@@ -237,9 +237,7 @@ class FitArguments(NamedTuple):
                     stacklevel=7,
                 )
 
-    def not_passed(
-        self, model: Callable[..., Any], arguments: Arguments
-    ) -> tuple[str, ...]:
+    def not_passed(self, model: Model, arguments: Arguments) -> tuple[str, ...]:
         """The names of arguments that had a row per datum at the fit, and have no new
         rows: left out, or, as keyword arguments, kept from the fit.
 
@@ -261,9 +259,7 @@ class FitArguments(NamedTuple):
             and by_place.get(name) is None
         )
 
-    def without_observations(
-        self, model: Callable[..., Any], given: int
-    ) -> dict[str, None]:
+    def without_observations(self, model: Model, given: int) -> dict[str, None]:
         """Set observation arguments to ``None`` that were not passed and have no
         default.
 

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_gpaug.model.arguments import is_array
+from numpyro_gpaug.model.arguments import Model, is_array
 from numpyro_gpaug.model.columns import Columns, Labels, coded
 from numpyro_gpaug.model.signatures import argument_names
 
@@ -46,10 +46,7 @@ class Averages(Displayed):
     """
 
     def __init__(
-        self,
-        draws: np.ndarray,
-        weights: np.ndarray,
-        axes: Mapping[str, Sequence[Any]],
+        self, draws: np.ndarray, weights: np.ndarray, axes: Mapping[str, Sequence[Any]]
     ) -> None:
         self.draws, self.weights, self.axes = draws, weights, dict(axes)
 
@@ -166,7 +163,7 @@ class Question(NamedTuple):
     @classmethod
     def of(
         cls,
-        model: Callable[..., Any],
+        model: Model,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         kept: dict[str, Any],
@@ -250,7 +247,7 @@ class Question(NamedTuple):
 
 
 def _scenarios(
-    model: Callable[..., Any],
+    model: Model,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     kept: dict[str, Any],

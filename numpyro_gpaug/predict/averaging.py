@@ -17,7 +17,7 @@ from numpyro.distributions import Distribution, Unit
 
 from numpyro_gpaug._numpyro import one_thread, residual_policy
 from numpyro_gpaug.likelihoods.expectations import base_distribution
-from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.structure import run_model
 from numpyro_gpaug.predict.averages import Averages, Contrast, Question
 
@@ -114,7 +114,7 @@ def in_chunks(function: Callable[[Array], Array], num: int, held: int) -> Array:
 
 @one_thread
 def average(
-    model: Callable[..., Any],
+    model: Model,
     samples: Mapping[str, ArrayLike],
     *args: Any,
     of: Of = None,
@@ -191,7 +191,7 @@ def average(
     return question.answered(draws, None)
 
 
-def _sites(model: Callable[..., Any], arguments: Arguments) -> dict[str, Array]:
+def _sites(model: Model, arguments: Arguments) -> Values:
     """Return values of the sample sites of a model, without factors."""
     args, kwargs = arguments.merge()
     trace = handlers.trace(handlers.seed(model, random.key(0))).get_trace(

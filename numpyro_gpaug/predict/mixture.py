@@ -17,7 +17,7 @@ from numpyro_gpaug.distributions.predictor_mixture import PredictorMixture
 from numpyro_gpaug.gaussians.dense import Moments
 from numpyro_gpaug.gp.markov import is_times
 from numpyro_gpaug.guides.base import ProcessGuide
-from numpyro_gpaug.model.arguments import is_array
+from numpyro_gpaug.model.arguments import Values, is_array
 
 # The number of draws of latents that another autoguide owns.
 MEMBERS = 64
@@ -57,8 +57,8 @@ class Members(NamedTuple):
     """
 
     log_weights: Array
-    values: dict[str, Any]
-    own: dict[str, Any]
+    values: Values
+    own: Values
 
 
 class Fitted(NamedTuple):
@@ -69,12 +69,12 @@ class Fitted(NamedTuple):
     :param members: for a mixture, the values of its members, which replace these.
     """
 
-    values: dict[str, Any]
+    values: Values
     own: Mapping[str, dict[str, Array] | Moments]
     members: Members | None = None
 
     @classmethod
-    def of_guide(cls, guide: ProcessGuide, params: dict[str, Any]) -> Fitted:
+    def of_guide(cls, guide: ProcessGuide, params: Values) -> Fitted:
         """Collect the fit of a guide: a mixture if another autoguide draws latents.
 
         :param guide: the guide of the model, set up.
@@ -89,7 +89,7 @@ class Fitted(NamedTuple):
         return cls({**values, **guide.other_median(params)}, own, members)
 
     @property
-    def points(self) -> dict[str, Any]:
+    def points(self) -> Values:
         """Latents and params that are fixed at a value."""
         drawn = set() if self.members is None else set(self.members.values)
         return {

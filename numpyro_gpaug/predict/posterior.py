@@ -24,7 +24,7 @@ from numpyro_gpaug.gaussians.dense import Moments
 from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.likelihoods.expectations import Route
 from numpyro_gpaug.math.arrays import in_dtype_of, is_traced
-from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.calls import check_count, check_key
 from numpyro_gpaug.model.closures import Version, watched
 from numpyro_gpaug.model.columns import Labels, labelled
@@ -56,9 +56,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def _in_its_dtype(
-    method: Callable[P, T],
-) -> Callable[P, T]:
+def _in_its_dtype(method: Callable[P, T]) -> Callable[P, T]:
     """Decorate a method so that it computes in the dtype of the fit."""
 
     @wraps(method)
@@ -70,9 +68,7 @@ def _in_its_dtype(
     return inside
 
 
-def _as_fitted(
-    method: Callable[P, T],
-) -> Callable[P, T]:
+def _as_fitted(method: Callable[P, T]) -> Callable[P, T]:
     """Decorate a method that runs the model: it computes in the dtype of the fit, and
     requires that everything the model reads besides its arguments equals that of the
     fit."""
@@ -130,9 +126,9 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
     @classmethod
     def from_guide(
         cls,
-        model: Callable[..., Any],
+        model: Model,
         guide: ProcessGuide,
-        params: dict[str, Any],
+        params: Values,
         *args: Any,
         **kwargs: Any,
     ) -> Posterior:
@@ -153,9 +149,9 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
     @one_thread
     def of_guide(
         cls,
-        model: Callable[..., Any],
+        model: Model,
         guide: ProcessGuide,
-        params: dict[str, Any],
+        params: Values,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         version: Version | None = None,
@@ -246,7 +242,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         return self._predictor.structure
 
     @property
-    def values(self) -> dict[str, Any]:
+    def values(self) -> Values:
         """Params, and point values of latents that are not among the Gaussian ones."""
         return dict(self._fitted.values)
 
@@ -265,7 +261,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
     def moved(
         self,
         moments: dict[str, Moments],
-        values: dict[str, Any] | None = None,
+        values: Values | None = None,
         /,
         **kwargs: Any,
     ) -> Posterior:
@@ -702,10 +698,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
 
     @classmethod
     def load(
-        cls,
-        path: str | PathLike[str],
-        model: Callable[..., Any],
-        guide: ProcessGuide | None = None,
+        cls, path: str | PathLike[str], model: Model, guide: ProcessGuide | None = None
     ) -> Posterior:
         """Load a file that :meth:`save` wrote; nothing is unpickled.
 
@@ -748,7 +741,7 @@ def _warn_of_quadrature(errors: dict[str, float]) -> None:
 
 
 def _check_left_out(
-    found: object, model: Callable[..., Any], structure: Structure, arguments: Arguments
+    found: object, model: Model, structure: Structure, arguments: Arguments
 ) -> None:
     """Raise if no Gaussian was found for :meth:`Posterior.leave_one_out`.
 

@@ -28,7 +28,7 @@ from numpyro_gpaug.math.compiling import few
 from numpyro_gpaug.math.sharding import mesh_of_latents, on_mesh
 from numpyro_gpaug.math.threads import threads_for
 from numpyro_gpaug.model.affine import ROUNDING, check_groups
-from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.closures import Version, watched
 from numpyro_gpaug.model.columns import Labels
 from numpyro_gpaug.model.jaxpr import dependence_on_arrays
@@ -69,9 +69,7 @@ class Predictor:
     :param guide: its guide, which reads a fit.
     """
 
-    def __init__(
-        self, model: Callable[..., Any], structure: Structure, guide: ProcessGuide
-    ) -> None:
+    def __init__(self, model: Model, structure: Structure, guide: ProcessGuide) -> None:
         self.model = model
         self._watch = watched(model)
         self._version = self._watch.version()
@@ -127,7 +125,7 @@ class Predictor:
         return found
 
     def sources(
-        self, arguments: Arguments, structure: Structure, values: dict[str, Any]
+        self, arguments: Arguments, structure: Structure, values: Values
     ) -> Sources:
         """Return the arguments from which the model computes its observations and
         inputs; the model is traced once per shape of the arguments.
@@ -342,7 +340,7 @@ class Predictor:
         if not (names and self.structure.joint):
             return fitted
 
-        def times(arguments: Arguments, values: dict[str, Any]) -> dict[str, Array]:
+        def times(arguments: Arguments, values: Values) -> Values:
             flat = flat_functions(self._without_data())
             trace = run_model(flat, arguments, random.key(0), values)
             return {k: site["value"] for k, site in trace.items() if k in names}
@@ -473,7 +471,7 @@ class Predictor:
     @one_thread
     def covariances(
         self, arguments: Arguments, fitted: Fitted, means: dict[str, Array]
-    ) -> dict[str, Array]:
+    ) -> Values:
         """Return the covariances of Gaussian sites.
 
         :param arguments: the model's arguments.
@@ -484,7 +482,7 @@ class Predictor:
         def covariances(
             arguments: Arguments, fitted: Fitted, means: dict[str, Array]
         ) -> Any:
-            def of_one(fitted: Fitted) -> dict[str, Array]:
+            def of_one(fitted: Fitted) -> Values:
                 view = self._view(arguments, fitted)
                 q, found = self._moments(fitted.own)[JOINT], {}
                 for k, mean in means.items():
@@ -625,9 +623,7 @@ def _site(view: Any, name: str, q: Any) -> SiteMoments:
     return SiteMoments(mean, variance)
 
 
-def predictor_for(
-    guide: ProcessGuide, model: Callable[..., Any], structure: Structure
-) -> Predictor:
+def predictor_for(guide: ProcessGuide, model: Model, structure: Structure) -> Predictor:
     """Return the predictor of a model and its guide, which is made once and cached on
     the guide.
 

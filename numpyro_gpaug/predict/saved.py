@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from os import PathLike
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.guides.function_posterior import InducingPosterior
 from numpyro_gpaug.math.arrays import enable_x64, in_dtype_of
 from numpyro_gpaug.math.files import plain, read, refusing, typed, write
+from numpyro_gpaug.model.arguments import Model, Values
 from numpyro_gpaug.model.latents import Structure
 from numpyro_gpaug.predict.archive import (
     Description,
@@ -67,7 +67,7 @@ class SavedFit(NamedTuple):
 class _Header(NamedTuple):
     """The header of a file, with checked types, which describes a fit."""
 
-    values: dict[str, Any]
+    values: Values
     arguments: dict[str, Any]
     observations: tuple[str, ...]
     shared: tuple[str, ...]
@@ -112,7 +112,7 @@ def write_fit(path: str | PathLike[str], fit: SavedFit) -> None:
 
 
 def read_fit(
-    path: str | PathLike[str], model: Callable[..., Any], guide: ProcessGuide | None
+    path: str | PathLike[str], model: Model, guide: ProcessGuide | None
 ) -> SavedFit:
     """Read a fit; see :meth:`~numpyro_gpaug.Posterior.load`."""
     with refusing(f"{path} is foreign, truncated or damaged"):
@@ -189,7 +189,7 @@ def _members(structure: Structure, saved: Members | None) -> Members | None:
 
 def _moments(
     structure: Structure, saved: dict[str, Any], leading: tuple[int, ...] = ()
-) -> dict[str, Any]:
+) -> Values:
     """Return moments with the sizes of the blocks.
 
     :param leading: the number of leading axes.

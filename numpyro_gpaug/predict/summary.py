@@ -18,6 +18,7 @@ from numpyro_gpaug.math import linalg
 from numpyro_gpaug.math.compiling import few
 from numpyro_gpaug.math.importance import varying, weighted_quantiles
 from numpyro_gpaug.math.threads import threads_for
+from numpyro_gpaug.model.arguments import Values
 from numpyro_gpaug.predict.mixture import Members
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ def _factor(covariance: Array) -> Array:
 
 
 def table(
-    sites: dict[str, SiteMoments], points: dict[str, Any], members: Members | None
+    sites: dict[str, SiteMoments], points: Values, members: Members | None
 ) -> pandas.DataFrame:
     """Return mean, standard deviation and quantiles of every entry of every site.
 
@@ -154,9 +155,7 @@ def table(
     return pandas.DataFrame.from_dict(rows, orient="index", columns=_COLUMNS)
 
 
-def long_table(
-    sites: dict[str, SiteMoments], points: dict[str, Any]
-) -> pandas.DataFrame:
+def long_table(sites: dict[str, SiteMoments], points: Values) -> pandas.DataFrame:
     """Return the :func:`table` of many responses, one below the other.
 
     :param sites: Gaussian latents, with a leading axis over the responses.

@@ -26,7 +26,7 @@ from numpyro_gpaug.infer.mcmc.gibbs import (
 from numpyro_gpaug.infer.mcmc.parts import Values
 from numpyro_gpaug.likelihoods.expectations import Route, base_distribution
 from numpyro_gpaug.math.linalg import precise
-from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.arguments import Arguments, Model
 from numpyro_gpaug.model.closures import Version
 from numpyro_gpaug.model.jaxpr import dependence_tree
 from numpyro_gpaug.model.joint import JointView
@@ -103,9 +103,7 @@ class CollapsedGaussian(AugmentedGaussian):
     _takes_others = True
 
     def __init__(
-        self,
-        model: Callable[..., Any],
-        kernel: Callable[[Callable[..., Any]], MCMCKernel] = NUTS,
+        self, model: Model, kernel: Callable[[Callable[..., Any]], MCMCKernel] = NUTS
     ) -> None:
         super().__init__(model)
         self._kernel_class = kernel

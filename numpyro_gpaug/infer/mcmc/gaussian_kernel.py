@@ -21,7 +21,7 @@ from numpyro_gpaug._fork import refuse_forked
 from numpyro_gpaug.errors import CholeskyError, NotConjugateError
 from numpyro_gpaug.infer.mcmc.parts import Geometry, Part, Values
 from numpyro_gpaug.math.linalg import precise
-from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.arguments import Arguments, Model
 from numpyro_gpaug.model.closures import watched
 from numpyro_gpaug.model.joint import JointView, function_values
 from numpyro_gpaug.model.latents import Structure
@@ -47,7 +47,7 @@ class GaussianKernel(MCMCKernel):
     #: Whether the kernel samples all other latents itself.
     _takes_others = False
 
-    def __init__(self, model: Callable[..., Any]) -> None:
+    def __init__(self, model: Model) -> None:
         self._model = model
         self._user_model = model
         self._watch = watched(model)

@@ -16,7 +16,7 @@ from numpyro_gpaug.gaussians.base import GaussianFactors
 from numpyro_gpaug.gaussians.dense import AffineMap, Prior
 from numpyro_gpaug.gp.outputs import Outputs
 from numpyro_gpaug.likelihoods.expectations import Route
-from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.arguments import Arguments, Model
 from numpyro_gpaug.model.joint import JointView, ProjectedView
 from numpyro_gpaug.model.latents import JOINT, Structure
 from numpyro_gpaug.model.structure import Observed
@@ -53,9 +53,7 @@ class Part(NamedTuple):
     structure: Structure
     process: str | None = None
 
-    def view(
-        self, model: Callable[..., Any], arguments: Arguments, values: Values
-    ) -> JointView:
+    def view(self, model: Model, arguments: Arguments, values: Values) -> JointView:
         """Return the view of the model by these latents.
 
         :param model: the model.

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import update_wrapper
 from typing import Any
@@ -16,7 +16,7 @@ from numpyro_gpaug.infer.nested.predictions import AtDraws, mixture, refuse_para
 from numpyro_gpaug.infer.nested.programs import Programs
 from numpyro_gpaug.infer.nested.setup import CollapsedBounds
 from numpyro_gpaug.math.arrays import in_dtype_of, is_traced
-from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.calls import check_count, check_key
 from numpyro_gpaug.model.closures import Version, watched
 from numpyro_gpaug.model.structure import remembered
@@ -26,7 +26,7 @@ from numpyro_gpaug.predict import Posterior
 SITE = "collapsed_bound"
 
 
-def collapse(model: Callable[..., Any]) -> CollapsedModel:
+def collapse(model: Model) -> CollapsedModel:
     r"""Make a NumPyro model of the hyperparameters of ``model`` alone, with its
     Gaussian latents integrated out by the best Gaussian approximation.
 
@@ -109,7 +109,7 @@ class CollapsedModel:
     :param model: the model.
     """
 
-    def __init__(self, model: Callable[..., Any]) -> None:
+    def __init__(self, model: Model) -> None:
         self.model = model
         self._watch = watched(model)
         self._begin(self._watch.version())
@@ -134,7 +134,7 @@ class CollapsedModel:
                 self._begin(version)
             yield
 
-    def _dtype_of(self, samples: dict[str, Any]) -> Any:
+    def _dtype_of(self, samples: Values) -> Any:
         """Return the arrays that determine the dtype of draws."""
         return samples if self._compiled is None else self._compiled.doubles
 
@@ -151,7 +151,7 @@ class CollapsedModel:
             self._compiled = self._version
 
     def posterior(
-        self, samples: dict[str, Any], *args: Any, num_points: int = 64, **kwargs: Any
+        self, samples: Values, *args: Any, num_points: int = 64, **kwargs: Any
     ) -> Posterior:
         r"""Return predictions averaged over draws of the hyperparameters: mixtures, as
         for :meth:`NestedVI.posterior <numpyro_gpaug.NestedVI.posterior>`.
@@ -179,8 +179,8 @@ class CollapsedModel:
             return mixture(programs, arguments, values, moments)
 
     def sample_latents(
-        self, key: Array, samples: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> dict[str, Array]:
+        self, key: Array, samples: Values, *args: Any, **kwargs: Any
+    ) -> Values:
         """Draw all sites (hyperparameters, Gaussian latents and deterministic sites) in
         the form of NUTS draws of the whole model, so that ``Predictive(model, draws)``
         takes them. At each draw of the hyperparameters the latents are drawn once from

@@ -34,6 +34,7 @@ from numpyro_gpaug.infer.nested.rounds import approached
 from numpyro_gpaug.infer.nested.search import Mode, another, climb, is_new
 from numpyro_gpaug.infer.nested.weighted import Weighted, stratified
 from numpyro_gpaug.math.threads import threads_for
+from numpyro_gpaug.model.arguments import Values
 
 # Numbers of points from which the proposal and the width are learnt: for each
 # hyperparameter, and the upper limit; and the share of them that comes from the prior.
@@ -74,7 +75,7 @@ class Run:
     arrays: Any
     weighted: Weighted
     z: np.ndarray
-    values: dict[str, Any]
+    values: Values
     clock: Clock
     evaluations: int
     width: float
@@ -92,7 +93,7 @@ class Run:
         """Whether the draws are from the posterior, up to Monte Carlo error."""
         return self.weighted.certified and self.searched.all_drawn
 
-    def sites(self, *, deterministic: bool) -> dict[str, Array]:
+    def sites(self, *, deterministic: bool) -> Values:
         """Return values of all weighted draws by site.
 
         :param deterministic: whether to include deterministic sites.
@@ -104,7 +105,7 @@ class Run:
     def _deterministic(self) -> set[str]:
         return {name for name, x in self.values.items() if isinstance(x, tuple)}
 
-    def _chosen(self, indices: np.ndarray, run: Any) -> dict[str, Array]:
+    def _chosen(self, indices: np.ndarray, run: Any) -> Values:
         """Return values by site at some of the draws.
 
         :param indices: indices of the draws.
@@ -121,7 +122,7 @@ class Run:
             for k, x in known.items()
         }
 
-    def at(self, points: np.ndarray, z: np.ndarray) -> dict[str, Array]:
+    def at(self, points: np.ndarray, z: np.ndarray) -> Values:
         """Return values of the model's sites at draws.
 
         :param points: unconstrained hyperparameters, (n, d).
@@ -133,7 +134,7 @@ class Run:
         with part, threads_for(size), self.programs.running():
             return jax.block_until_ready(self.programs.sites(*given))
 
-    def samples(self, num: int) -> dict[str, Array]:
+    def samples(self, num: int) -> Values:
         """Return equally weighted draws by site."""
         rng = np.random.default_rng(self.seed)
         return self._chosen(self.weighted.resampled(num, rng), self._deterministic)

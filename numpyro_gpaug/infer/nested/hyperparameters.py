@@ -18,7 +18,7 @@ from numpyro.distributions import biject_to, constraints
 
 from numpyro_gpaug._numpyro import one_thread, residual_policy
 from numpyro_gpaug.math.compiling import few
-from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.closures import count_run
 from numpyro_gpaug.model.latents import Structure
 from numpyro_gpaug.model.starts import MedianStart
@@ -45,9 +45,7 @@ def compiled(
     return called
 
 
-def declared(
-    model: Callable[..., Any], structure: Structure, args: Any, kwargs: Any
-) -> Trace:
+def declared(model: Model, structure: Structure, args: Any, kwargs: Any) -> Trace:
     """Return the sites of hyperparameters and params in the form that outer handlers
     expect.
 
@@ -80,7 +78,7 @@ def transform_of(site: dict[str, Any]) -> Any:
     return biject_to(site["fn"].support)
 
 
-def sizes(trace: Trace) -> dict[str, Any]:
+def sizes(trace: Trace) -> Values:
     """Return the change of the values for a unit change of the unconstrained ones, in
     trees of the same form as the values.
 
@@ -108,7 +106,7 @@ class Hyperparameters:
     """
 
     def __init__(
-        self, model: Callable[..., Any], structure: Structure, arguments: Arguments
+        self, model: Model, structure: Structure, arguments: Arguments
     ) -> None:
         self._model, self._structure = model, structure
         self._static = arguments.static
@@ -134,7 +132,7 @@ class Hyperparameters:
             seeded = handlers.seed(model, key)
             return handlers.substitute(seeded, **filled)(*args, **kwargs)
 
-    def values(self, flat: Array, arrays: Any) -> tuple[dict[str, Array], Array]:
+    def values(self, flat: Array, arrays: Any) -> tuple[Values, Array]:
         """Return constrained values by name, and the log-density of the unconstrained
         ones under the prior.
 
@@ -163,19 +161,19 @@ class Hyperparameters:
             total = total + jnp.sum(scale * density)
         return {k: trace[k]["value"] for k in self.names}, total
 
-    def steps(self, values: dict[str, Array], arrays: Any) -> dict[str, Array]:
+    def steps(self, values: Values, arrays: Any) -> Values:
         """See :func:`sizes`."""
         trace = self._trace(arrays, jax.random.key(0), data=values)
         return lax.stop_gradient(sizes(trace))
 
-    def _both(self, values: dict[str, Any], arrays: Any) -> tuple[Any, Any]:
+    def _both(self, values: Values, arrays: Any) -> tuple[Any, Any]:
         """Return constrained values in the form of the model, and unconstrained
         ones."""
         trace = self._trace(arrays, any_key(), data=values)
         return {k: jnp.asarray(trace[k]["value"]) for k in self.names}, _free(trace)
 
     @one_thread
-    def flatten(self, values: dict[str, Any], arrays: Any) -> Array:
+    def flatten(self, values: Values, arrays: Any) -> Array:
         """Return constrained values as an unconstrained vector."""
         return ravel_pytree(self._both(values, arrays)[1])[0]
 
@@ -209,5 +207,5 @@ class Hyperparameters:
         return jax.vmap(one)(numbers)
 
 
-def _free(trace: Trace) -> dict[str, Array]:
+def _free(trace: Trace) -> Values:
     return {k: transform_of(s).inv(jnp.asarray(s["value"])) for k, s in trace.items()}

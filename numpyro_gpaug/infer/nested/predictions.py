@@ -14,7 +14,7 @@ from numpyro_gpaug.infer.nested.bound import CollapsedBound, Start
 from numpyro_gpaug.infer.nested.hyperparameters import Hyperparameters, compiled
 from numpyro_gpaug.infer.nested.programs import Evaluated, Programs
 from numpyro_gpaug.math.threads import threads_for
-from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.arguments import Arguments, Values
 from numpyro_gpaug.model.columns import Labels
 from numpyro_gpaug.model.latents import JOINT
 from numpyro_gpaug.predict import Posterior
@@ -25,7 +25,7 @@ from numpyro_gpaug.predict.predictor import predictor_for
 def mixture(
     programs: Programs,
     arguments: Arguments,
-    values: dict[str, Array],
+    values: Values,
     moments: Any,
     log_weights: np.ndarray | None = None,
     labels: Labels | None = None,
@@ -76,9 +76,7 @@ class AtDraws:
     :raises ValueError: for draws that are missing or not of these shapes.
     """
 
-    def __init__(
-        self, programs: Programs, arrays: Any, samples: dict[str, Any]
-    ) -> None:
+    def __init__(self, programs: Programs, arrays: Any, samples: Values) -> None:
         self._programs, self._arrays = programs, arrays
         self._largest = programs.structure.largest
         self.points = _unconstrained(programs.hyper, arrays, samples)
@@ -100,7 +98,7 @@ class AtDraws:
             )
             return values, moments
 
-    def sites(self, key: Array) -> dict[str, Array]:
+    def sites(self, key: Array) -> Values:
         """Return values of all sites, with the Gaussian latents drawn once at each
         draw.
 
@@ -125,9 +123,7 @@ class AtDraws:
         return self._programs.evaluate(points, self._start, self._arrays, gradient=True)
 
 
-def _unconstrained(
-    hyper: Hyperparameters, arrays: Any, samples: dict[str, Any]
-) -> np.ndarray:
+def _unconstrained(hyper: Hyperparameters, arrays: Any, samples: Values) -> np.ndarray:
     flat = jax.ShapeDtypeStruct((hyper.size,), hyper.dtype)
     wanted = jax.eval_shape(lambda flat: hyper.values(flat, arrays)[0], flat)
     if missing := sorted(set(wanted) - set(samples)):

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from numpyro_gpaug._numpyro import one_thread
@@ -13,7 +12,7 @@ from numpyro_gpaug.infer.nested.apart import FEWEST
 from numpyro_gpaug.infer.nested.bound import CollapsedBound
 from numpyro_gpaug.infer.vi.checks import check_fit
 from numpyro_gpaug.math.arrays import is_traced
-from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.costs import Purpose
 from numpyro_gpaug.model.observations import check_observations
 from numpyro_gpaug.model.structure import remembered
@@ -29,10 +28,10 @@ class _Left:
     :param model: the model of those latents.
     """
 
-    def __init__(self, model: Callable[..., Any]) -> None:
+    def __init__(self, model: Model) -> None:
         self.model = model
 
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def __call__(self, *args: Any, **kwargs: Any) -> Values:
         return {}
 
 
@@ -50,7 +49,7 @@ class CollapsedBounds:
     :param projected: see :class:`~numpyro_gpaug.infer.nested.bound.CollapsedBound`.
     """
 
-    def __init__(self, model: Callable[..., Any], *, projected: bool) -> None:
+    def __init__(self, model: Model, *, projected: bool) -> None:
         self.model, self._projected = model, projected
         self._known: dict[Any, CollapsedBound] = {}
         self._checks: dict[Any, Any] = {}

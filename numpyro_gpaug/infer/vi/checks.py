@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,7 +20,7 @@ from numpyro_gpaug.math.compiling import once
 from numpyro_gpaug.math.fingerprints import fingerprint
 from numpyro_gpaug.math.processes import spans_processes, told_by_all
 from numpyro_gpaug.math.sharding import LATENTS
-from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.arguments import Arguments, Model
 from numpyro_gpaug.model.calls import (
     check_by_name,
     check_count,
@@ -36,7 +35,7 @@ from numpyro_gpaug.model.validation import check_arguments
 
 
 def check_fit(
-    model: Callable[..., Any],
+    model: Model,
     guide: ConjugateGuide,
     updates: str,
     args: tuple[Any, ...],
@@ -207,7 +206,7 @@ _LARGE_LOSS, _WORSE, _PRIOR = 10.0, 5.0, 15.0
 
 def warn_of_units(
     loss: float,
-    model: Callable[..., Any],
+    model: Model,
     structure: Structure,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -267,9 +266,7 @@ class CheckedData:
     :param mesh: the mesh over which rows are sharded.
     """
 
-    def __init__(
-        self, model: Callable[..., Any], guide: ConjugateGuide, mesh: Mesh | None
-    ) -> None:
+    def __init__(self, model: Model, guide: ConjugateGuide, mesh: Mesh | None) -> None:
         self._model, self._guide, self._mesh = model, guide, mesh
         self._programs: dict[Any, Any] = {}
         self._seen: Any = None

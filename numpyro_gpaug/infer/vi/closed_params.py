@@ -21,7 +21,7 @@ from numpyro_gpaug.likelihoods.expectations import (
     through_wrappers,
 )
 from numpyro_gpaug.likelihoods.maximisers import MStep, lookup_m_step
-from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.expectation import ExpectedLogLikelihood, of_site, scaled_sum
 from numpyro_gpaug.model.jaxpr import dependence_tree
 from numpyro_gpaug.model.latents import Structure
@@ -92,11 +92,11 @@ class ClosedParam(NamedTuple):
 
 def closed_params(
     names: tuple[str, ...],
-    model: Callable[..., Any],
+    model: Model,
     guide: ConjugateGuide,
     structure: Structure,
     arguments: Arguments,
-    params: dict[str, Any],
+    params: Values,
     transforms: dict[str, Any],
 ) -> tuple[ClosedParam, ...]:
     """Return the params that are set in closed form, after verifying which likelihood
@@ -125,7 +125,7 @@ def closed_params(
             f"m_step names {sorted(unknown)}, but the params are {sorted(values)}"
         )
 
-    def run(given: dict[str, Any]) -> Trace:
+    def run(given: Values) -> Trace:
         return run_model(model, arguments, key, {**structure.zeros, **values, **given})
 
     return tuple(
@@ -169,7 +169,7 @@ def _proved(
     none."""
     classes: dict[str, type] = {}
 
-    def parts(given: dict[str, Any]) -> dict[str, Any]:
+    def parts(given: Values) -> dict[str, Any]:
         return _parts(run(given), structure, classes)
 
     key, affine = _only_parameter(name, dependence_tree(parts, {name: value}))

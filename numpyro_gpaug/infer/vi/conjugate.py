@@ -44,7 +44,7 @@ from numpyro_gpaug.math.arrays import in_dtype_of
 from numpyro_gpaug.math.processes import all_or_none, spans_processes
 from numpyro_gpaug.math.sharding import check_shards, on_mesh, partitioned, rows_mesh
 from numpyro_gpaug.math.threads import threads_for
-from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.calls import check_key
 from numpyro_gpaug.model.closures import Version, watched
 from numpyro_gpaug.model.columns import Columns
@@ -69,9 +69,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def _of_the_model_now(
-    method: Callable[P, T],
-) -> Callable[P, T]:
+def _of_the_model_now(method: Callable[P, T]) -> Callable[P, T]:
     """Decorate a method of a fitter so that it uses the current model, since globals
     that the model reads may have changed, in the dtype of the state that it is given,
     since ``jax_enable_x64`` may have."""
@@ -194,7 +192,7 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
 
     def __init__(
         self,
-        model: Callable[..., Any],
+        model: Model,
         guide: ConjugateGuide,
         optim: optax.GradientTransformation | str | None = LBFGS,
         updates: str = "auto",
@@ -243,7 +241,7 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         self,
         rng_key: Array,
         *args: Any,
-        init_params: dict[str, Any] | None = None,
+        init_params: Values | None = None,
         **kwargs: Any,
     ) -> ConjugateState:
         """Return the initial state: every Gaussian block at its prior.
@@ -266,7 +264,7 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         )
 
     @one_thread
-    def get_params(self, state: ConjugateState) -> dict[str, Any]:
+    def get_params(self, state: ConjugateState) -> Values:
         """Return constrained params of model and guide, including the natural
         parameters."""
         with in_dtype_of(state):
@@ -309,7 +307,7 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         progress_bar: bool = True,
         tol: float | None = None,
         init_state: ConjugateState | None = None,
-        init_params: dict[str, Any] | None = None,
+        init_params: Values | None = None,
         callback: Callable[[ConjugateState, np.ndarray], None] | None = None,
         **kwargs: Any,
     ) -> ConjugateResult:
@@ -429,7 +427,7 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         progress_bar: bool,
         tol: float | None,
         init_state: ConjugateState | None,
-        init_params: dict[str, Any] | None,
+        init_params: Values | None,
         callback: Callable[[ConjugateState, np.ndarray], None] | None,
     ) -> ConjugateResult | None:
         """See :meth:`run`.
@@ -597,7 +595,7 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
             check_precision(each.natural, structure)
         explain_failure(self.model, self._values(state), structure, args, kwargs)
 
-    def _values(self, state: ConjugateState) -> dict[str, Any]:
+    def _values(self, state: ConjugateState) -> Values:
         """Return params and other latents."""
         params = constrained(self.guide, state.hyper.values)
         return {**params, **self.guide.other_median(params)}

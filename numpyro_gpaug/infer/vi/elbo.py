@@ -19,7 +19,7 @@ from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.guides.function_posterior import Fit, InducingPosterior
 from numpyro_gpaug.guides.sparse_gp import moments_of, with_latent_axis
 from numpyro_gpaug.math.linalg import precise
-from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.expectation import scaled_sum
 from numpyro_gpaug.model.inspect import inspect_model
 from numpyro_gpaug.model.latents import Structure
@@ -69,7 +69,7 @@ class TraceAnalytic_ELBO(ELBO):
         self.bound = bound
         super().__init__(num_particles=num_particles)
 
-    def routes(self, model: Callable[..., Any], *args: Any, **kwargs: Any) -> dict:
+    def routes(self, model: Model, *args: Any, **kwargs: Any) -> dict:
         """Return the route of every observed site.
 
         :param model: the model; or the guide of its fit, because an
@@ -89,12 +89,12 @@ class TraceAnalytic_ELBO(ELBO):
     def loss_with_mutable_state(
         self,
         rng_key: Array,
-        param_map: dict[str, Any],
-        model: Callable[..., Any],
-        guide: Callable[..., Any],
+        param_map: Values,
+        model: Model,
+        guide: Model,
         *args: Any,
         **kwargs: Any,
-    ) -> dict[str, Any]:
+    ) -> Values:
         """Return the loss (negative bound); mutable state is not supported."""
         arguments = Arguments.split(args, kwargs)
         ours = guide if isinstance(guide, ConjugateGuide) else None
@@ -162,9 +162,9 @@ def mean_over_particles(
 
 
 def trace_guide(
-    guide: Callable[..., Any],
+    guide: Model,
     key: Array,
-    params: dict[str, Any],
+    params: Values,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Trace:
@@ -176,9 +176,9 @@ def trace_guide(
 
 def view_at(
     structure: Structure,
-    model: Callable[..., Any],
+    model: Model,
     arguments: Arguments,
-    params: dict[str, Any],
+    params: Values,
     guide_trace: Trace,
     key: Array,
     seen: Callable[..., Any] = ModelView,

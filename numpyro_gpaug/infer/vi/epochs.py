@@ -8,6 +8,7 @@ from collections.abc import Collection
 import jax.numpy as jnp
 from jax import Array, lax, random
 
+from numpyro_gpaug.model.arguments import Values
 from numpyro_gpaug.model.latents import Structure
 
 Epochs = dict[str, tuple[Array, Array]]
@@ -35,7 +36,7 @@ def first_epochs(structure: Structure, passed: Collection[str] = ()) -> Epochs:
 
 def drawn_batch(
     structure: Structure, key: Array, passed: Collection[str] = ()
-) -> dict[str, Array]:
+) -> Values:
     """Draw indices of every subsampled plate with replacement, to evaluate a state:
     shuffling half a million rows takes as long as a hundred steps on 1000 of them.
 
@@ -54,7 +55,7 @@ def drawn_batch(
 
 def next_batch(
     structure: Structure, epochs: Epochs, key: Array
-) -> tuple[dict[str, Array], Epochs]:
+) -> tuple[Values, Epochs]:
     """Return indices of every subsampled plate, from epochs shuffled without
     replacement. NumPyro's own draw would cost a sequential pass over the plate per
     step.

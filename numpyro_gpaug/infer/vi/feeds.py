@@ -20,7 +20,7 @@ from numpyro_gpaug.infer.vi.plan import Batch, Plan
 from numpyro_gpaug.infer.vi.state import ConjugateState
 from numpyro_gpaug.math.processes import all_or_none, spans_processes, told_by_all
 from numpyro_gpaug.math.sharding import ROWS, on_mesh, row_processes, rows_placed
-from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.latents import Structure
 from numpyro_gpaug.model.observations import check_observations
 from numpyro_gpaug.model.validation import are_moderate, check_arguments
@@ -42,7 +42,7 @@ class Taken(NamedTuple):
 
     state: ConjugateState
     losses: np.ndarray
-    params: dict[str, Any] | None = None
+    params: Values | None = None
 
 
 class Feed:
@@ -207,11 +207,7 @@ class Reader:
     """
 
     def __init__(
-        self,
-        given: Given,
-        model: Callable[..., Any],
-        structure: Structure,
-        mesh: Mesh | None,
+        self, given: Given, model: Model, structure: Structure, mesh: Mesh | None
     ) -> None:
         assert given.batches is not None
         self.mesh = mesh

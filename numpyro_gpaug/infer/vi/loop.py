@@ -134,11 +134,7 @@ class Stacked:
 
 
 def run_batches(
-    state: ConjugateState,
-    num_steps: Array,
-    data: Array,
-    batches: Stacked,
-    plan: Plan,
+    state: ConjugateState, num_steps: Array, data: Array, batches: Stacked, plan: Plan
 ) -> tuple[ConjugateState, Array, Array]:
     """Take one step on each of the batches that are passed in, in one compiled loop.
 

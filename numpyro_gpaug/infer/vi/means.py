@@ -22,11 +22,7 @@ from jax import Array, lax
 
 from numpyro_gpaug.gaussians.base import GaussianFactors
 from numpyro_gpaug.gaussians.pairs import PairedMap
-from numpyro_gpaug.infer.vi.latent_gaussian import (
-    Evaluation,
-    LatentGaussian,
-    Natural,
-)
+from numpyro_gpaug.infer.vi.latent_gaussian import Evaluation, LatentGaussian, Natural
 
 # The largest numbers of directions and of attempts along each, and the part of the
 # slope that may remain at the end of a line search.

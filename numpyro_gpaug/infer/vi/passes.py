@@ -21,7 +21,7 @@ from numpyro_gpaug.infer.vi.plan import Plan
 from numpyro_gpaug.infer.vi.state import ConjugateState
 from numpyro_gpaug.infer.vi.stepper import Stepper
 from numpyro_gpaug.math.sharding import on_mesh
-from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.arguments import Arguments, Values
 from numpyro_gpaug.model.observations import all_valid
 
 
@@ -55,7 +55,7 @@ class Pass(NamedTuple):
     means: dict[str, Array]
     ascents: dict[str, Array]
     targets: Natural
-    values: dict[str, Array]
+    values: Values
     unresolved: Array
     valid: Array
     rise: Array
@@ -86,7 +86,7 @@ class Pass(NamedTuple):
 
 
 def add_block(
-    params: dict[str, Any],
+    params: Values,
     key: Array,
     before: Pass,
     arguments: Arguments,
@@ -146,14 +146,14 @@ def add_block(
 
 
 def add_gradient(
-    params: dict[str, Any],
+    params: Values,
     key: Array,
-    before: dict[str, Array],
+    before: Values,
     at: Pass,
     share: Array,
     arguments: Arguments,
     plan: Plan,
-) -> dict[str, Array]:
+) -> Values:
     """Add the gradient of one more block to the gradient of the bound with respect to
     hyperparameters.
 
@@ -209,12 +209,7 @@ class InBlocks:
     solves: ClassVar[bool] = False
 
     def __init__(
-        self,
-        programs: Any,
-        plan: Plan,
-        reader: Reader,
-        params: dict[str, Any],
-        key: Array,
+        self, programs: Any, plan: Plan, reader: Reader, params: Values, key: Array
     ) -> None:
         self._programs, self._plan, self._reader = programs, plan, reader
         # Blocks are checked by another thread, which waits at most for these calls.
@@ -269,7 +264,7 @@ class InBlocks:
     def unresolved(self, at: Pass, processes: tuple[str, ...]) -> Array:
         return at.unresolved
 
-    def collapsed_gradient(self, at: Pass) -> dict[str, Array]:
+    def collapsed_gradient(self, at: Pass) -> Values:
         ascent = jax.tree.map(np.zeros_like, self._params)
         share = jnp.ones((), at.bound.dtype)
         for arguments, plan in self._blocks():

@@ -22,6 +22,7 @@ from numpyro_gpaug.infer.vi.closed_params import ClosedParam
 from numpyro_gpaug.infer.vi.differentiation import floats_of
 from numpyro_gpaug.infer.vi.schedules import Schedule, as_schedule
 from numpyro_gpaug.infer.vi.sweeps import starts_augmented
+from numpyro_gpaug.model.arguments import Model, Values
 from numpyro_gpaug.model.costs import densities
 from numpyro_gpaug.model.latents import Structure
 from numpyro_gpaug.model.structure import Plate
@@ -95,7 +96,7 @@ class Plan:
     """
 
     settings: Settings
-    model: Callable[..., Any]
+    model: Model
     guide: ConjugateGuide
     structure: Structure
     transforms: dict[str, Any]
@@ -145,7 +146,7 @@ class Plan:
         """Whether the bounds of two steps cannot be compared."""
         return bool(self.structure.subsampled) or self.guide.random_others
 
-    def warn_of_range(self, values: dict[str, Any]) -> None:
+    def warn_of_range(self, values: Values) -> None:
         """Warn if learning has taken a number near the limits of its dtype.
 
         :param values: unconstrained params.
@@ -168,7 +169,7 @@ class Plan:
                 stacklevel=5,
             )
 
-    def known(self, bound: Array, values: dict[str, Any]) -> Array:
+    def known(self, bound: Array, values: Values) -> Array:
         """Return the bound, or NaN, which rejects a step, if a number has left the
         range of its dtype.
 
@@ -188,7 +189,7 @@ class Batch(NamedTuple):
 
 
 def seen_in_batches(
-    model: Callable[..., Any], structure: Structure, batch: Batch
+    model: Model, structure: Structure, batch: Batch
 ) -> tuple[Callable[..., Any], Structure, tuple[str, ...]]:
     """Turn a model at a batch into a model of all data, from which the batch is drawn.
 
@@ -230,7 +231,7 @@ def _is_identity(transform: Any) -> bool:
     return isinstance(transform, IdentityTransform)
 
 
-def free_numbers(values: dict[str, Any], transforms: dict[str, Any]) -> int:
+def free_numbers(values: Values, transforms: dict[str, Any]) -> int:
     """Return the number of unconstrained numbers without a natural scale, such as the
     weights of a network: numbers in params without a constraint.
 
@@ -247,7 +248,7 @@ def transforms_of(guide: ConjugateGuide) -> dict[str, Any]:
     return {name: biject_to(c) for name, c in guide.constraints.items()}
 
 
-def constrained(guide: ConjugateGuide, values: dict[str, Any]) -> dict[str, Any]:
+def constrained(guide: ConjugateGuide, values: Values) -> Values:
     """Return constrained params from unconstrained ones."""
     transforms = transforms_of(guide)
     return {k: jax.tree.map(transforms[k], v) for k, v in values.items()}

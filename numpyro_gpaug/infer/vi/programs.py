@@ -24,13 +24,7 @@ from numpyro_gpaug.infer.vi.checks import (
     check_plates,
 )
 from numpyro_gpaug.infer.vi.closed_params import closed_params
-from numpyro_gpaug.infer.vi.feeds import (
-    Feed,
-    Given,
-    InMemory,
-    Minibatches,
-    Reader,
-)
+from numpyro_gpaug.infer.vi.feeds import Feed, Given, InMemory, Minibatches, Reader
 from numpyro_gpaug.infer.vi.loop import (
     bounds_of_batches,
     copied,
@@ -60,7 +54,7 @@ from numpyro_gpaug.math.arrays import in_blocks
 from numpyro_gpaug.math.compiling import jit
 from numpyro_gpaug.math.sharding import ROWS, on_mesh
 from numpyro_gpaug.math.threads import threads_for
-from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.calls import check_given
 from numpyro_gpaug.model.inspect import structure_at
 from numpyro_gpaug.model.padding import Padding
@@ -86,11 +80,7 @@ class Programs:
     """
 
     def __init__(
-        self,
-        model: Callable[..., Any],
-        guide: ConjugateGuide,
-        settings: Settings,
-        mesh: Mesh | None,
+        self, model: Model, guide: ConjugateGuide, settings: Settings, mesh: Mesh | None
     ) -> None:
         self._model, self._guide, self._settings = model, guide, settings
         self._mesh, self.padding = mesh, Padding(model)
@@ -98,8 +88,7 @@ class Programs:
         self.plans: dict[Any, Plan] = {}
         self._paces: dict[tuple[Plan, int], Pace] = {}
         self.begin = jit(
-            partial(initial_state, settings, model, guide),
-            static_argnames="batch",
+            partial(initial_state, settings, model, guide), static_argnames="batch"
         )
         # Each is a function of its own, because all programs of one function share a
         # cache. The state is donated, because with many latents a second copy would not
@@ -127,7 +116,7 @@ class Programs:
         self,
         key: Array,
         state: ConjugateState | None,
-        init_params: dict[str, Any] | None,
+        init_params: Values | None,
         given: Given,
         num_steps: int,
     ) -> tuple[Any, Plan, Feed]:
@@ -141,7 +130,7 @@ class Programs:
         """
         first, arguments = self._padded(given, begins=state is None)
 
-        def started(init_params: dict[str, Any] | None) -> ConjugateState:
+        def started(init_params: Values | None) -> ConjugateState:
             state = self.start(arguments, first, key, init_params, given.batch)
             return quasi_newton.within(state, num_steps)
 
@@ -221,7 +210,7 @@ class Programs:
         arguments: Arguments,
         given: Arguments,
         key: Array,
-        init_params: dict[str, Any] | None,
+        init_params: Values | None,
         batch: Batch | None,
     ) -> ConjugateState:
         """Return the initial state, checked.
@@ -244,7 +233,7 @@ class Programs:
         self.plan(arguments, lambda: params)
         return state
 
-    def _declared(self, arguments: Arguments, key: Array) -> dict[str, Any]:
+    def _declared(self, arguments: Arguments, key: Array) -> Values:
         """Return the shapes of the params that model and guide declare."""
         return self.begin.plain.eval_shape(arguments, key, {}, batch=None)[1]
 

@@ -32,7 +32,7 @@ from numpyro_gpaug.gp.process import GaussianProcess
 from numpyro_gpaug.gp.projection import lead, project, whitener
 from numpyro_gpaug.infer.vi.state import ConjugateState
 from numpyro_gpaug.math.compiling import few
-from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.arguments import Arguments, Model
 from numpyro_gpaug.model.latents import JOINT, Structure
 from numpyro_gpaug.model.structure import flat_functions, run_model
 
@@ -55,7 +55,7 @@ APART = "its function values are almost independent (white noise) at any two row
 def warn_of_reach(
     state: ConjugateState,
     structure: Structure,
-    model: Callable[..., Any],
+    model: Model,
     values: Callable[[ConjugateState], dict[str, Any]],
     start: Callable[[], ConjugateState] | None,
     args: tuple[Any, ...],

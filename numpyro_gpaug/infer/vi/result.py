@@ -13,6 +13,7 @@ from numpyro_gpaug.infer.vi.quasi_newton import NOISY, Search, uncertainty
 from numpyro_gpaug.infer.vi.resolution import LOST
 from numpyro_gpaug.infer.vi.state import ConjugateState
 from numpyro_gpaug.math.convergence import convergence
+from numpyro_gpaug.model.arguments import Values
 from numpyro_gpaug.model.closures import Version
 from numpyro_gpaug.model.columns import Labels
 
@@ -49,7 +50,7 @@ class ConjugateResult(Displayed, SVIRunResult):
 
     def __new__(
         cls,
-        params: dict[str, Any],
+        params: Values,
         state: ConjugateState,
         losses: np.ndarray,
         args: tuple[Any, ...] = (),

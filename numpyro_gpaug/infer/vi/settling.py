@@ -37,6 +37,7 @@ from numpyro_gpaug.infer.vi.sweeps import (
     was_whole,
 )
 from numpyro_gpaug.math.compiling import few
+from numpyro_gpaug.model.arguments import Values
 
 # The largest number of updates of the blocks, and the increase in nats that ends those
 # of a fit.
@@ -237,7 +238,7 @@ def _settled_by_means(
     return {name: found.natural}, evaluation._replace(rise=rise)
 
 
-def _shrank(before: dict[str, Array], after: dict[str, Array]) -> Array:
+def _shrank(before: Values, after: dict[str, Array]) -> Array:
     """Whether some step size has reached the shortest one, where it stays."""
     # Between two powers of two, because exp2 rounds.
     least = 1.5 * 2.0**-MAX_HALVINGS

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -30,7 +29,7 @@ from numpyro_gpaug.infer.vi.plan import (
 from numpyro_gpaug.infer.vi.schedules import as_schedule
 from numpyro_gpaug.infer.vi.state import ConjugateState, Hyper, unknown_bound
 from numpyro_gpaug.math.sharding import latents_apart
-from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.inspect import IN_DENSITY
 from numpyro_gpaug.model.joint import Codes
 from numpyro_gpaug.model.latents import Structure
@@ -41,11 +40,11 @@ from numpyro_gpaug.model.validation import check_param
 
 def initial_state(
     settings: Settings,
-    model: Callable[..., Any],
+    model: Model,
     guide: ConjugateGuide,
     arguments: Arguments,
     key: Array,
-    given: dict[str, Any],
+    given: Values,
     batch: Batch | None = None,
 ) -> tuple[ConjugateState, dict[str, Any], Codes | None, dict[tuple[str, str], Array]]:
     """Return the initial state, its constrained params, the dependence of data on
@@ -87,12 +86,12 @@ def initial_state(
 
 
 def check_start(
-    model: Callable[..., Any],
+    model: Model,
     guide: ConjugateGuide,
     arguments: Arguments,
-    params: dict[str, Any],
+    params: Values,
     valid: dict[tuple[str, str], Array],
-    given: dict[str, Any],
+    given: Values,
 ) -> None:
     """Raise for initial params or observations that are not valid.
 
@@ -126,7 +125,7 @@ def _state(
     settings: Settings,
     structure: Structure,
     guide: ConjugateGuide,
-    params: dict[str, Any],
+    params: Values,
     natural: Natural,
     key: Array,
 ) -> ConjugateState:
@@ -160,9 +159,7 @@ def _state(
     )
 
 
-def _first(
-    optim: Any, values: dict[str, Any], transforms: dict[str, Any], noisy: bool
-) -> Any:
+def _first(optim: Any, values: Values, transforms: dict[str, Any], noisy: bool) -> Any:
     """Return the first state of the optimiser."""
     if optim is None or not values:
         return ()
@@ -192,7 +189,7 @@ def unmarked(state: ConjugateState) -> ConjugateState:
     )
 
 
-def opposite_start(structure: Structure, values: dict[str, Any]) -> dict[str, Array]:
+def opposite_start(structure: Structure, values: Values) -> Values:
     """Return starts of the other sign, by param, for sites that multiply others. A
     search does not get from one sign to the other, because at zero nothing depends on
     the others."""
@@ -201,9 +198,7 @@ def opposite_start(structure: Structure, values: dict[str, Any]) -> dict[str, Ar
     return {k: -values[k] for k in names if k in values}
 
 
-def read_params(
-    guide: ConjugateGuide, values: dict[str, Any], natural: Natural
-) -> dict[str, Any]:
+def read_params(guide: ConjugateGuide, values: Values, natural: Natural) -> Values:
     """Return constrained params, including the natural parameters, from a state; pure.
 
     :param guide: the guide.

@@ -15,6 +15,7 @@ from jax import Array
 from numpyro_gpaug.errors import ArchiveError
 from numpyro_gpaug.infer.vi.latent_gaussian import Natural
 from numpyro_gpaug.math.files import read, refusing, typed, write
+from numpyro_gpaug.model.arguments import Values
 
 
 class Hyper(NamedTuple):
@@ -27,8 +28,8 @@ class Hyper(NamedTuple):
         :class:`~numpyro_gpaug.infer.vi.quasi_newton.Search`.
     """
 
-    values: dict[str, Any]
-    update: dict[str, Any]
+    values: Values
+    update: Values
     scale: Array
     optim_state: Any
 

@@ -24,7 +24,7 @@ from numpyro_gpaug.infer.vi.schedules import Adaptive, Schedule, as_schedule
 from numpyro_gpaug.infer.vi.settling import SETTLED, Place, settled
 from numpyro_gpaug.infer.vi.state import ConjugateState, Hyper, flagged
 from numpyro_gpaug.infer.vi.sweeps import backtracked_sweep, damped_sweep
-from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.arguments import Arguments, Values
 
 # The smallest part of a pending update that is tried before a new one.
 LEAST_SCALE = 0.1
@@ -156,11 +156,11 @@ class Stepper:
             lost(natural, evaluation.moments) if self.knows_lost else state.lost,
         )  # fmt: skip
 
-        def gradient() -> tuple[dict[str, Any], dict[str, Any]]:
+        def gradient() -> tuple[Values, dict[str, Any]]:
             ascent = pullback(problem.collapsed_gradient(evaluation))
             return ascent, self._maximised(problem, evaluation, values, ascent)
 
-        def none() -> tuple[dict[str, Any], dict[str, Any]]:
+        def none() -> tuple[Values, dict[str, Any]]:
             zero = jax.tree.map(jnp.zeros_like, values)
             return zero, {p.name: zero[p.name] for p in self.plan.closed}
 
@@ -227,7 +227,7 @@ class Stepper:
     def _next_hyper(
         self,
         state: ConjugateState,
-        values: dict[str, Any],
+        values: Values,
         natural: Natural,
         at: tuple[LatentGaussian, Callable, Evaluation],
         indices: dict[str, Array],
@@ -293,9 +293,9 @@ class Stepper:
         self,
         problem: LatentGaussian,
         evaluation: Evaluation,
-        values: dict[str, Any],
-        ascent: dict[str, Any],
-    ) -> dict[str, Array]:
+        values: Values,
+        ascent: Values,
+    ) -> Values:
         """Return updates of the params that are set in closed form."""
         if not self.plan.closed:
             return {}
@@ -307,7 +307,7 @@ class Stepper:
         }
 
     def problem(
-        self, values: dict[str, Any], key: Array, indices: dict[str, Array]
+        self, values: Values, key: Array, indices: dict[str, Array]
     ) -> LatentGaussian:
         """Run the model once, with the latents of the other guide drawn with
         ``key``."""
@@ -329,7 +329,7 @@ class Stepper:
         )  # fmt: skip
 
     def problem_and_pullback(
-        self, values: dict[str, Any], key: Array, indices: dict[str, Array]
+        self, values: Values, key: Array, indices: dict[str, Array]
     ) -> tuple[LatentGaussian, Callable[[Any], Any]]:
         if not self.plan.learns:
             return self.problem(values, key, indices), lambda slopes: None
@@ -340,7 +340,7 @@ class Stepper:
         return random.fold_in(state.rng_key, state.step + 1)
 
 
-def moved(hyper: Hyper) -> dict[str, Any]:
+def moved(hyper: Hyper) -> Values:
     """Return hyperparameters after their pending update."""
 
     def after(value: Array, update: Array) -> Array:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import optax
 
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 from jax import Array
@@ -37,6 +37,7 @@ from numpyro_gpaug.gp.process import GaussianProcess
 from numpyro_gpaug.gp.projection import lead, project
 from numpyro_gpaug.math.compiling import few
 from numpyro_gpaug.math.linalg import precise
+from numpyro_gpaug.model.arguments import Model, Values
 from numpyro_gpaug.model.sources import sources
 from numpyro_gpaug.model.structure import remembered
 
@@ -294,7 +295,7 @@ class InducingMoves:
     :param model: the model.
     """
 
-    def __init__(self, model: Callable[..., Any]) -> None:
+    def __init__(self, model: Model) -> None:
         self._model = model
         self._sources: dict[Any, tuple[str, ...]] = {}
         self._program: Any = one_thread(few(self._moved))
@@ -303,9 +304,9 @@ class InducingMoves:
         self,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        before: dict[str, Any],
-        values: dict[str, Any],
-    ) -> dict[str, Any]:
+        before: Values,
+        values: Values,
+    ) -> Values:
         """Return the old values of arguments from which inducing inputs are computed,
         and which have changed.
 
@@ -335,7 +336,7 @@ class InducingMoves:
         return found
 
     def _origins(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], values: dict[str, Any]
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], values: Values
     ) -> tuple[str, ...]:
         """Return the arguments from which inducing matrices are computed."""
         given = Arguments.split(args, kwargs)
@@ -348,7 +349,7 @@ class InducingMoves:
         self,
         before: Arguments,
         after: Arguments,
-        values: dict[str, Any],
+        values: Values,
         moments: dict[str, Moments],
     ) -> tuple[dict[str, Moments], float]:
         """Return moments of all blocks at the new inducing inputs, and the divergence

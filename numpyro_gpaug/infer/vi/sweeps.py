@@ -20,6 +20,7 @@ from numpyro_gpaug.infer.vi.latent_gaussian import (
 )
 from numpyro_gpaug.infer.vi.schedules import Schedule
 from numpyro_gpaug.math.compiling import few
+from numpyro_gpaug.model.arguments import Values
 from numpyro_gpaug.model.latents import Structure
 
 MAX_HALVINGS = 12
@@ -221,7 +222,7 @@ def next_step(
     return jnp.clip(grown.astype(step.dtype), 2.0**-MAX_HALVINGS, largest_step)
 
 
-def was_whole(before: dict[str, Array], after: dict[str, Array]) -> Array:
+def was_whole(before: Values, after: dict[str, Array]) -> Array:
     """Whether every block took a whole step at the first attempt.
 
     :param before: the first step sizes that were tried.

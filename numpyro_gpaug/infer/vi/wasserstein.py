@@ -4,7 +4,6 @@ measures, as a loss for NumPyro's own ``SVI``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -21,7 +20,7 @@ from numpyro_gpaug.infer.vi.elbo import (
     view_at,
 )
 from numpyro_gpaug.math.linalg import default_jitter, one_by_one, precise
-from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.inspect import structure_at
 from numpyro_gpaug.model.view import ModelView
 
@@ -123,12 +122,12 @@ class TraceWasserstein_ELBO(ELBO):
     def loss_with_mutable_state(
         self,
         rng_key: Array,
-        param_map: dict[str, Any],
-        model: Callable[..., Any],
-        guide: Callable[..., Any],
+        param_map: Values,
+        model: Model,
+        guide: Model,
         *args: Any,
         **kwargs: Any,
-    ) -> dict[str, Any]:
+    ) -> Values:
         """Return the loss; mutable state is not supported."""
         if not isinstance(guide, ProcessGuide):
             raise TypeError(
