@@ -123,16 +123,14 @@ class TableClassifier:
 
         :param X: numbers, (n, D).
         """
-        found: np.ndarray = self._probabilities(self._standardised(_checked(X)))
-        return found
+        return self._probabilities(self._standardised(_checked(X)))
 
     def predict(self, X: Any) -> np.ndarray:
         """Return the most probable labels, (n,).
 
         :param X: numbers, (n, D).
         """
-        found: np.ndarray = self.classes_[self.predict_proba(X).argmax(1)]
-        return found
+        return self.classes_[self.predict_proba(X).argmax(1)]
 
     def score(self, X: Any, y: Any) -> float:
         """Return the share of right labels.

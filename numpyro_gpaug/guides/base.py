@@ -41,6 +41,8 @@ from numpyro_gpaug.model.structure import (
 )
 from numpyro_gpaug.model.view import ModelView
 
+# Params of the Gaussian blocks by block name, or the moments of the blocks.
+Own = Mapping[str, Values | Moments]
 # The random key of first values: the second half of a split of the zero key.
 STARTS = 928981903, 3453687069
 
@@ -100,9 +102,7 @@ class ProcessGuide(Displayed):
         """
         raise NotImplementedError
 
-    def split_params(
-        self, params: Values
-    ) -> tuple[Values, dict[str, dict[str, Array]]]:
+    def split_params(self, params: Values) -> tuple[Values, dict[str, Values]]:
         """Split the params of a fit into params that predictions read by name, and
         params of the Gaussian blocks, by block name.
 
@@ -110,9 +110,7 @@ class ProcessGuide(Displayed):
         """
         raise NotImplementedError
 
-    def moments(
-        self, own: Mapping[str, dict[str, Array] | Moments]
-    ) -> dict[str, Moments]:
+    def moments(self, own: Own) -> dict[str, Moments]:
         """Return moments of the Gaussian blocks, latent axis first, by block name;
         pure.
 

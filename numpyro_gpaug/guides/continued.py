@@ -25,6 +25,7 @@ from numpyro_gpaug.gaussians.pseudo_data import PseudoData, SeenPrior
 from numpyro_gpaug.gp.conditional import Conditional
 from numpyro_gpaug.gp.process import GaussianProcess
 from numpyro_gpaug.gp.projection import latent_first
+from numpyro_gpaug.guides.base import Own
 from numpyro_gpaug.guides.sparse_gp import AutoSparseGP, standard
 from numpyro_gpaug.math.compiling import few
 from numpyro_gpaug.math.linalg import precise
@@ -105,18 +106,14 @@ class ContinuedGP(AutoSparseGP):
                 numpyro.param(name, start)
         return super().draw_others(*args, **kwargs)
 
-    def split_params(
-        self, params: Values
-    ) -> tuple[Values, dict[str, dict[str, Array]]]:
+    def split_params(self, params: Values) -> tuple[Values, dict[str, Values]]:
         values, own = super().split_params(params)
         for block in self.structure.blocks:
             own[block.name] |= {name: values.pop(name) for name in earlier_names(block)}
         return values, own
 
     @precise
-    def moments(
-        self, own: Mapping[str, dict[str, Array] | Moments]
-    ) -> dict[str, Moments]:
+    def moments(self, own: Own) -> dict[str, Moments]:
         found = super().moments(own)
         for block in self.structure.blocks:
             params, z = own[block.name], found[block.name]
@@ -239,9 +236,7 @@ class TrackedGP(ContinuedGP):
             params |= earlier_params(block, data)
         return params | self.natural_params(natural), evidence
 
-    def moments(
-        self, own: Mapping[str, dict[str, Array] | Moments]
-    ) -> dict[str, Moments]:
+    def moments(self, own: Own) -> dict[str, Moments]:
         return AutoSparseGP.moments(self, own)
 
 

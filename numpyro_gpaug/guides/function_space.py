@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from numpyro_gpaug.gp.conditional import Conditional, FunctionDraw
 from numpyro_gpaug.gp.kernels import as_kernel
 from numpyro_gpaug.gp.process import GaussianProcess
 from numpyro_gpaug.gp.projection import latent_first, lead, residual_variance
-from numpyro_gpaug.guides.base import ProcessGuide
+from numpyro_gpaug.guides.base import Own, ProcessGuide
 from numpyro_gpaug.guides.function_posterior import (
     Fit,
     GaussianMeasure,
@@ -159,14 +159,10 @@ class AutoFunctionSpaceGP(ProcessGuide):
         """
         return self.other_median(params)
 
-    def split_params(
-        self, params: Values
-    ) -> tuple[Values, dict[str, dict[str, Array]]]:
+    def split_params(self, params: Values) -> tuple[Values, dict[str, Values]]:
         return dict(params), {}
 
-    def moments(
-        self, own: Mapping[str, dict[str, Array] | Moments]
-    ) -> dict[str, Moments]:
+    def moments(self, own: Own) -> dict[str, Moments]:
         return {}
 
     def own_params(self) -> tuple[str, ...]:

@@ -20,13 +20,13 @@ from numpyro_gpaug.gaussians import STRUCTURES, natural_from
 from numpyro_gpaug.gaussians.base import GaussianFactors
 from numpyro_gpaug.gaussians.dense import Moments
 from numpyro_gpaug.gaussians.pairs import PairedMap
-from numpyro_gpaug.guides.base import ConjugateGuide
+from numpyro_gpaug.guides.base import ConjugateGuide, Own
 from numpyro_gpaug.guides.function_posterior import InducingPosterior
 from numpyro_gpaug.guides.sparse_gp import NATURAL, with_latent_axis
 from numpyro_gpaug.math.arrays import is_traced
 from numpyro_gpaug.math.compiling import few
 from numpyro_gpaug.math.linalg import precise
-from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.arguments import Arguments, Values
 from numpyro_gpaug.model.costs import FIT, WHITE
 from numpyro_gpaug.model.forms import refuse_large
 from numpyro_gpaug.model.gaussians import field
@@ -216,16 +216,14 @@ class AutoLatentGaussian(ConjugateGuide):
     def param_names(self, block: Block) -> tuple[str, ...]:
         return _names(self.structure.form) if self.conjugate else _DENSE
 
-    def split_params(
-        self, params: dict[str, Any]
-    ) -> tuple[dict[str, Any], dict[str, dict[str, Array]]]:
+    def split_params(self, params: Values) -> tuple[Values, dict[str, Values]]:
         # In the fit, the precision may have had another form.
         natural = {_BASIS}.union(*map(_names, STRUCTURES.values()))
         names = natural if self.conjugate else _DENSE
         own = {k: x for k, x in params.items() if k in names}
         return {k: x for k, x in params.items() if k not in own}, {JOINT: own}
 
-    def moments(self, own: Mapping[str, dict[str, Array] | Moments]) -> dict[str, Any]:
+    def moments(self, own: Own) -> dict[str, Any]:
         given = own[JOINT]
         if not isinstance(given, dict):
             return {JOINT: given}

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from typing import Any, ClassVar, NoReturn
 
@@ -19,7 +19,7 @@ from numpyro.infer.autoguide import AutoDelta
 from numpyro_gpaug.distributions.gaussian import BlockGaussian
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.gaussians.dense import Moments, NaturalGaussian, Prior
-from numpyro_gpaug.guides.base import ConjugateGuide
+from numpyro_gpaug.guides.base import ConjugateGuide, Own
 from numpyro_gpaug.guides.function_posterior import (
     InducingPosterior,
     Preconditioned,
@@ -169,9 +169,7 @@ class AutoSparseGP(ConjugateGuide):
             values[block.site] = self.gaussian(block, params).mean
         return values
 
-    def split_params(
-        self, params: Values
-    ) -> tuple[Values, dict[str, dict[str, Array]]]:
+    def split_params(self, params: Values) -> tuple[Values, dict[str, Values]]:
         own = {
             block.name: {name: params[name] for name in self.param_names(block)}
             for block in self.structure.blocks
@@ -180,9 +178,7 @@ class AutoSparseGP(ConjugateGuide):
         names = {name for each in own.values() for name in each}
         return {k: x for k, x in params.items() if k not in names}, own
 
-    def moments(
-        self, own: Mapping[str, dict[str, Array] | Moments]
-    ) -> dict[str, Moments]:
+    def moments(self, own: Own) -> dict[str, Moments]:
         return {
             name: given if isinstance(given, Moments) else self._moments(name, given)
             for name, given in own.items()

@@ -197,8 +197,7 @@ class Posteriors(
         :return: means and variances, with the responses along the first axis.
         """
         predicted = partial(Posterior.predict_f, site=site)
-        found: FunctionValues = self._map(("f", site), predicted, args, kwargs, over)
-        return found
+        return self._map(("f", site), predicted, args, kwargs, over)
 
     def map(
         self,
@@ -263,8 +262,7 @@ class Posteriors(
             )  # fmt: skip
 
     def _at(self, places: np.ndarray) -> Fitted:
-        found: Fitted = jax.tree.map(lambda x: x[places], self._fits.fitted)
-        return found
+        return jax.tree.map(lambda x: x[places], self._fits.fitted)
 
     def _fit_kept(self, first: int) -> dict[str, Any]:
         """Return keyword arguments of the fits that predictions keep, and that differ

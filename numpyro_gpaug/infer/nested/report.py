@@ -7,12 +7,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from textwrap import wrap
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from numpyro_gpaug.infer.nested.weighted import LARGEST_LOSS
-
-if TYPE_CHECKING:
-    pass
 
 # The columns of a table.
 COLUMNS = ["mean", "sd", "5%", "50%", "95%", "n_eff"]
