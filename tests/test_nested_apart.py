@@ -19,7 +19,7 @@ from numpyro_gpaug.infer.nested.apart import (
     draws_at,
     group_of_terms,
 )
-from numpyro_gpaug.infer.nested.rounds import corner_mean
+from numpyro_gpaug.infer.nested.refining import corner_mean
 from numpyro_gpaug.model import costs
 from tests.conftest import slow
 

@@ -128,8 +128,8 @@ def test_any_number_of_rows_costs_one_compilation_each(monkeypatch) -> None:
         assert posterior.predict_y(new, batch_size=16).batch_shape == (rows,)
         assert posterior.predict_f(new, batch_size=16).mean.shape == (rows,)
     assert compilations("_answer") - before == 2
-    # The structures of both answers are traced once, at the first number of rows, unless
-    # an earlier prediction shows them.
+    # The structures of both answers are traced once, at the first number of rows, if no
+    # earlier prediction shows them.
     assert len(traced) <= 2
 
 

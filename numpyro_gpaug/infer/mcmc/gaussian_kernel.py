@@ -145,12 +145,7 @@ class GaussianKernel(MCMCKernel):
         return state
 
     @precise
-    def sample(
-        self,
-        state: Any,
-        model_args: tuple[Any, ...],
-        model_kwargs: dict[str, Any] | None,
-    ) -> Any:
+    def sample(self, state: Any, model_args: Any, model_kwargs: Any) -> Any:
         if self._composite is not None:
             return self._composite.sample(state, model_args, model_kwargs)
 
@@ -161,12 +156,7 @@ class GaussianKernel(MCMCKernel):
         with self._watch.running():
             return (step if is_prng_key(state.rng_key) else jax.vmap(step))(state)
 
-    def refresh(
-        self,
-        state: Any,
-        model_args: tuple[Any, ...],
-        model_kwargs: dict[str, Any] | None,
-    ) -> Any:
+    def refresh(self, state: Any, model_args: Any, model_kwargs: Any) -> Any:
         if self._composite is not None:
             return self._composite.refresh(state, model_args, model_kwargs)
         found = self._renewed(state, Arguments.split(model_args, model_kwargs or {}))

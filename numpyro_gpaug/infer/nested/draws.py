@@ -28,9 +28,8 @@ from numpyro_gpaug.infer.nested.proposal import (
     StudentT,
     refined,
 )
-from numpyro_gpaug.infer.nested.refining import Pool, extended
+from numpyro_gpaug.infer.nested.refining import Pool, approached, extended
 from numpyro_gpaug.infer.nested.report import Clock
-from numpyro_gpaug.infer.nested.rounds import approached
 from numpyro_gpaug.infer.nested.search import Mode, another, climb, is_new
 from numpyro_gpaug.infer.nested.weighted import Weighted, stratified
 from numpyro_gpaug.math.threads import threads_for
