@@ -170,25 +170,19 @@ def average(
     known = {k: jnp.asarray(samples[k]) for k in trace if k in samples}
     name = _observed(set(trace) - known.keys(), site)
     num = len(next(iter(known.values())))
-    programs: dict[Any, Callable[..., Any]] = {}
-    draws = []
-    for scenario in question.scenarios:
-        given = Arguments.split(*scenario)
+    drawn = residual_policy(model, "noise")
 
-        def all_of(here: Arguments, known: Any, rows: Any) -> Array:
-            def one(i: Array) -> Array:
-                values = {k: x[i] for k, x in known.items()}
-                noise = random.fold_in(key, i)
-                drawn = residual_policy(model, "noise")
-                return over_rows(
-                    run_model(drawn, here, noise, values)[name]["fn"], of, rows
-                )
+    @jax.jit
+    def all_of(here: Arguments, known: Any, rows: Any) -> Array:
+        def one(i: Array) -> Array:
+            values = {k: x[i] for k, x in known.items()}
+            trace = run_model(drawn, here, random.fold_in(key, i), values)
+            return over_rows(trace[name]["fn"], of, rows)
 
-            return in_chunks(one, num, sum(x.size for x in here.arrays))
+        return in_chunks(one, num, sum(x.size for x in here.arrays))
 
-        program = programs.setdefault(given.shapes, jax.jit(all_of))
-        draws.append(program(given, known, rows))
-    return question.answered(draws, None)
+    scenarios = [Arguments.split(*scenario) for scenario in question.scenarios]
+    return question.answered([all_of(x, known, rows) for x in scenarios], None)
 
 
 def _sites(model: Model, arguments: Arguments) -> Values:
