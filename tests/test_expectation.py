@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from scipy import integrate
 
+from numpyro_gpaug.math import expectation
 from numpyro_gpaug.math.expectation import (
     PredictorMoments,
     expected_sum,
@@ -156,3 +157,38 @@ def test_rules_differ_by_what_they_are_off(x64):
     np.testing.assert_allclose(found[1], absolute[0] - absolute[1], atol=1e-12)
     off = absolute[0][1] - 2 / np.sqrt(np.pi)
     np.testing.assert_allclose(found[1][1] / off, 1 / 3, rtol=0.1)
+
+
+@pytest.mark.parametrize(("deviation", "numbers"), [(0.1, (15, 52)), (3.0, (47, 358))])
+def test_narrow_gaussians_take_fewer_nodes(monkeypatch, deviation, numbers):
+    """With many data, smaller rules are used where they are accurate enough."""
+    rng, num, seen = np.random.default_rng(1), 40, []
+    y = jnp.asarray(rng.normal(size=num), jnp.float32)
+    spread = jnp.full(num, deviation**2, jnp.float32)
+    means = tuple(jnp.asarray(rng.normal(size=(2, num)), jnp.float32))
+    pair = PredictorMoments(means, (spread, spread), 0.5 * spread)
+    one = PredictorMoments(means[:1], (spread,))
+
+    def counted(numbers, predictors):
+        jax.debug.callback(lambda _: seen.append(len(predictors)), predictors[0][0])
+        return (normal if len(predictors) > 1 else logistic)(numbers, predictors)
+
+    def slopes():
+        def of(at, *numbers):
+            value = jax.value_and_grad(lambda at: expected_sum(counted, numbers, at))
+            return value(at)
+
+        found = jax.jit(lambda: (of(one, y), of(pair, y, y[0])))()
+        jax.effects_barrier()
+        return found
+
+    exact = slopes()
+    assert (seen.count(1), seen.count(2)) == (32, 225)
+    monkeypatch.setattr(expectation, "AT_ONCE", 1)
+    seen.clear()
+    found = slopes()
+    assert (seen.count(1), seen.count(2)) == numbers
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4),
+        found, exact,
+    )  # fmt: skip

@@ -6,13 +6,16 @@ of a density: it grows slowly where the density falls fast, so that the rule nee
 search for a peak. With 32 nodes, expectations of ``exp(f)`` are right to 1e-6 for
 standard deviations to 4, and those of the logarithm of a logistic function to 1e-6 for
 2, and to 1e-4 for 4 (``tests/test_expectation.py``).
+
+Narrow Gaussians need fewer nodes. With many data, smaller rules are tried first, each
+compared with the one before, and the first that is accurate enough is used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +26,12 @@ from numpyro_gpaug.math.linalg import safe_sqrt
 
 # Numbers of nodes in one dimension, and in each of two.
 NODES = {1: 32, 2: 15}
+# The same for the rules that are tried first. Each has half as many more nodes as the
+# one before, so its error is about the power 3 / 2 of the error of that.
+SMALLER = {1: (6, 9), 2: (4, 6, 9)}
+# The largest error that is accepted, in posterior standard deviations and in nats, in
+# units of the root of the dtype's rounding error: a thousandth in single precision.
+ACCEPTED = 3.0
 # The same for the finer rules used for comparison.
 FINER = {1: 48, 2: 23}
 # The smallest number of predictor values at nodes that are computed together.
@@ -119,9 +128,93 @@ def expected_sum(total: Sum, numbers: Any, at: PredictorMoments) -> Array:
     :param at: Gaussians on the predictors.
     :return: scalar.
     """
-    x, weights = nodes(len(at.means), at.means[0].dtype)
-    found: Array = _summed(lambda x: total(numbers, placed(at, x)), at, x, weights)
-    return found
+    return _forward(total, numbers, at)[0]
+
+
+class _Sums(NamedTuple):
+    """A sum over data, averaged over nodes, with derivatives.
+
+    :param value: the sum.
+    :param direct: derivatives in the other arguments.
+    :param slopes: derivatives in each predictor.
+    :param turned: for each predictor, its slope times the standard normal values that
+        determine it.
+    """
+
+    value: Array
+    direct: list[Array]
+    slopes: tuple[Array, ...]
+    turned: tuple[tuple[Array, ...], ...]
+
+
+def _averaged(function: Callable[[Array], _Sums], at: PredictorMoments) -> _Sums:
+    """Return the average over nodes. All rules are in one loop, so that the function is
+    compiled once.
+
+    :param function: a function of a node, (dimensions,).
+    :param at: Gaussians on the predictors.
+    """
+    number, dtype = len(at.means), at.means[0].dtype
+    largest = nodes(number, dtype)
+    if len(largest[0]) * at.means[-1].size <= AT_ONCE:
+        return cast(_Sums, _summed(function, at, *largest))
+    small = [nodes(number, dtype, {number: n}) for n in SMALLER[number]]
+    each = int(np.clip(AT_ONCE // at.means[-1].size, 1, len(small[0][0])))
+    blocks = [_in_blocks(*rule, each) for rule in (*small, largest)]
+    x, weights = (jnp.concatenate(parts) for parts in zip(*blocks, strict=True))
+    ends = jnp.asarray(np.cumsum([0, *(len(part) for part, _ in blocks)]))
+    zeros = _zeros(function, x[0, 0])
+
+    def by_rule(state: Any) -> Any:
+        rule, before, _ = state
+
+        def add(i: Array, sums: _Sums) -> _Sums:
+            return cast(_Sums, _added(function, sums, x[i], weights[i]))
+
+        found = lax.fori_loop(ends[rule], ends[rule + 1], add, zeros)
+        return rule + 1, found, (rule > 0) & _agree(at, before, found)
+
+    def going(state: Any) -> Array:
+        return (state[0] < len(blocks)) & ~state[2]
+
+    start = jnp.int32(0), zeros, jnp.zeros((), bool)
+    return cast(_Sums, lax.while_loop(going, by_rule, start)[1])
+
+
+def _agree(at: PredictorMoments, first: _Sums, second: _Sums) -> Array:
+    """Whether the second of two rules is accurate enough, given the differences.
+
+    Errors of slopes move the posterior, and errors of curvatures change its variances.
+    In standard deviations, a move is at most the norm of the errors of slopes in the
+    metric of the inverse curvatures, because the precision of the posterior is at least
+    the sum of these. The relative change of variances is at most the largest relative
+    error of a curvature. Curvatures may vanish where data are outliers. Their scale is
+    therefore at least the squared slope (the Fisher information).
+
+    :param at: Gaussians on the predictors.
+    :param first: sums of the first rule.
+    :param second: sums of the second.
+    """
+    moves, relative = jnp.zeros_like(second.value), jnp.zeros_like(second.value)
+    for i, variance in enumerate(at.variances):
+        scale = safe_sqrt(variance)
+        slope, turned = second.slopes[i], second.turned[i]
+        off = scale * (slope - first.slopes[i])
+        bent = scale * sum(map(jnp.abs, map(jnp.subtract, turned, first.turned[i])))
+        curved = scale * sum(map(jnp.abs, turned))
+        curved = jnp.minimum(curved + jnp.square(scale * slope), 1)
+        some = curved > 0
+        curved = jnp.where(some, curved, 1)
+        share = bent / curved
+        moves += (jnp.square(off) / curved * share).sum()
+        relative = jnp.maximum(relative, share.max(initial=0))
+    # These differences are errors of the first rule. The second has the power 3 / 2 of
+    # them.
+    eps = jnp.finfo(second.value.dtype).eps
+    most = ACCEPTED * jnp.sqrt(eps)
+    change = jnp.abs(second.value - first.value) * jnp.sqrt(relative)
+    known = change <= jnp.maximum(most, 8 * eps * jnp.abs(second.value))
+    return known & (moves <= most**2) & (relative**1.5 <= most)
 
 
 def _summed(
@@ -140,28 +233,41 @@ def _summed(
     number = len(x)
     blocks = min(number, -(-number * at.means[-1].size // AT_ONCE))
     each = -(-number // max(blocks, 1))
-    blocks = -(-number // each)
+    zeros = _zeros(function, x[0])
+    x, weights = _in_blocks(x, weights, each)
+    if len(x) == 1:
+        return _added(function, zeros, x[0], weights[0])
 
     def add(sums: Any, part: tuple[Array, Array]) -> tuple[Any, None]:
-        x, weights = part
-        found = jax.tree.map(partial(_share, weights), jax.vmap(function)(x))
-        return jax.tree.map(lambda s, y: s + y.sum(0), sums, found), None
+        return _added(function, sums, *part), None
 
-    shapes = jax.eval_shape(function, x[0])
-    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-    # Nodes that fill up the last block have no weight.
-    more = blocks * each - number
-    x = jnp.pad(x, ((0, more), (0, 0))).reshape(blocks, each, -1)
-    weights = jnp.pad(weights, (0, more)).reshape(blocks, each)
-    if blocks == 1:
-        return add(zeros, (x[0], weights[0]))[0]
     return lax.scan(add, zeros, (x, weights))[0]
+
+
+def _in_blocks(x: Array, weights: Array, each: int) -> tuple[Array, Array]:
+    """Return nodes and weights in blocks of one size, (blocks, each, ...)."""
+    # Nodes that fill up the last block have no weight.
+    more = -len(x) % each
+    x = jnp.pad(x, ((0, more), (0, 0))).reshape(-1, each, x.shape[1])
+    return x, jnp.pad(weights, (0, more)).reshape(-1, each)
+
+
+def _zeros(function: Callable[[Array], Any], node: Array) -> Any:
+    shapes = jax.eval_shape(function, node)
+    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+
+
+def _added(
+    function: Callable[[Array], Any], sums: Any, x: Array, weights: Array
+) -> Any:
+    """Return sums over nodes with those of a block added."""
+    found = jax.tree.map(partial(_share, weights), jax.vmap(function)(x))
+    return jax.tree.map(lambda s, y: s + y.sum(0), sums, found)
 
 
 def _forward(total: Sum, numbers: Any, at: PredictorMoments) -> tuple[Array, Any]:
     """Return the value and its derivatives, in one pass that stores no array per
     node."""
-    x, weights = nodes(len(at.means), at.means[0].dtype)
     floats = [_is_float(leaf) for leaf in jax.tree.leaves(numbers)]
 
     def at_node(moving: list[Array], values: tuple[Array, ...]) -> Array:
@@ -176,16 +282,18 @@ def _forward(total: Sum, numbers: Any, at: PredictorMoments) -> tuple[Array, Any
         leaf for f, leaf in zip(floats, jax.tree.leaves(numbers), strict=True) if f
     ]
 
-    def at_one(here: Array) -> Any:
+    def at_one(here: Array) -> _Sums:
         values = placed(at, here)
         value, (direct, slopes) = jax.value_and_grad(at_node, (0, 1))(moving, values)
-        # The slope with respect to a predictor, times the standard normal values that
-        # determine it.
-        turned = [[slope * here[j] for j in range(i + 1)] for i, slope in _each(slopes)]
-        return value, direct, slopes, turned
+        turned = (
+            tuple(slope * here[j] for j in range(i + 1))
+            for i, slope in enumerate(slopes)
+        )
+        return _Sums(value, direct, slopes, tuple(turned))
 
-    value, direct, slopes, turned = _summed(at_one, at, x, weights)
-    return value, (direct, _moment_slopes(at, slopes, turned), numbers, at.partner)
+    found = _averaged(at_one, at)
+    slopes = _moment_slopes(at, found.slopes, found.turned)
+    return found.value, (found.direct, slopes, numbers, at.partner)
 
 
 def _share(weight: Array, y: Array) -> Array:
@@ -198,12 +306,8 @@ def _share(weight: Array, y: Array) -> Array:
     return jnp.where(rounded & ~jnp.isfinite(y), 0, y * weight.astype(y.dtype))
 
 
-def _each(items: Any) -> list[tuple[int, Any]]:
-    return list(enumerate(items))
-
-
 def _moment_slopes(
-    at: PredictorMoments, slopes: Any, turned: list[list[Array]]
+    at: PredictorMoments, slopes: Any, turned: tuple[tuple[Array, ...], ...]
 ) -> PredictorMoments:
     """Return derivatives in means, variances and covariance. With ``f = m + L x``, the
     derivative in the covariance matrix is half of ``E (slope x') L^-1`` (Stein)."""
