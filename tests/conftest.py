@@ -3,54 +3,15 @@
 
 import gc
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import _lru_cache_wrapper
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
-
-# For SciPy, and below for NumPy, which a pytest plugin may have loaded before. In small
-# problems threads mostly wait for one another: one thread is ten times as fast, more so
-# where tests run side by side.
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-
-# Set before jax starts. Compiling hundreds of small programs is nearly all of the
-# tests' time, so they are compiled without LLVM's optimisations (the graph is still
-# optimised). One thread: jaxlib runs the matrices of a batch as tasks of its thread
-# pool, and two batches on a pool of two threads wait for each other for ever.
-flags = ["--xla_backend_optimization_level=0", "--xla_cpu_multi_thread_eigen=false"]
-if version("jaxlib").startswith("0.10."):
-    # The first flag nearly halves compilation; later versions do not have it, and XLA
-    # stops on unknown flags. The second keeps the compiler on one thread: the other
-    # process of the tests has the other one.
-    flags.append("--xla_cpu_use_fusion_emitters=false")
-    flags.append("--xla_cpu_parallel_codegen_split_count=1")
-# Tests of several devices need four; all others use the first.
-flags.append("--xla_force_host_platform_device_count=4")
-os.environ.setdefault("XLA_FLAGS", " ".join(flags))
-
-# Source locations in programs take time to write, and no test reads them.
-os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
-
-# A program that another test has compiled, in this process or another, is read from
-# this folder. The processes of "pytest -n" find it in their environment.
-if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    _PROGRAMS = tempfile.TemporaryDirectory(prefix="programs-")
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = _PROGRAMS.name
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
-
-import jax  # noqa: E402
-import numpy as np  # noqa: E402
-from threadpoolctl import threadpool_limits  # noqa: E402
-
-threadpool_limits(1, user_api="blas")
-# Tracing makes many objects and few cycles: a collection after every 700 objects took a
-# twentieth of the tests' time.
-gc.set_threshold(20_000, 20, 20)
 
 try:
     from jax import enable_x64
@@ -60,9 +21,13 @@ except ImportError:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A file's tests in one process (``pytest -n 2``): they share fits."""
+    """A file's tests in one process (``pytest -n 2``): they share fits. Other ways
+    (``--dist``) are xdist's.
+    """
     from xdist.scheduler import LoadFileScheduling
 
+    if config.option.dist != "load":
+        return None
     # Keep the order below: xdist's own puts files of few tests last, however long they
     # take.
     config.option.loadscopereorder = False
