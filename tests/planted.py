@@ -46,7 +46,7 @@ def caught_by(error: Planted, tests: list[str]) -> str:
         copy = Path(folder)
         for part in ("numpyro_gpaug", "tests", "examples", "docs"):
             shutil.copytree(TOP / part, copy / part)
-        for part in ("pyproject.toml", "README.md"):
+        for part in ("conftest.py", "pyproject.toml", "README.md"):
             shutil.copy(TOP / part, copy / part)
         module = copy / "numpyro_gpaug" / error.module
         text = module.read_text()
