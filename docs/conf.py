@@ -72,6 +72,41 @@ async def start_alone(client: NotebookClient, **options: Any) -> None:
 
 
 NotebookClient.async_start_new_kernel = start_alone
+
+# In fast builds a kernel runs all pages of a process: to start it and to import takes
+# as long as the cells of a short page. Names and programs of a page end with it.
+kernels: dict[int, Any] = {}
+new_manager = NotebookClient.create_kernel_manager
+new_client = NotebookClient.async_start_new_kernel_client
+BETWEEN = "import jax, matplotlib.pyplot; matplotlib.pyplot.close('all')\n"
+BETWEEN += "jax.clear_caches()\n%reset -f\n%cd -q {folder}"
+
+
+def shared_manager(client: NotebookClient) -> Any:
+    """Return the manager of this process's kernel."""
+    if os.getpid() not in kernels:
+        kernels[os.getpid()] = new_manager(client)
+    client.km = kernels[os.getpid()]
+    return client.km
+
+
+async def client_in_folder(client: NotebookClient) -> None:
+    """Connect to the kernel, which may have run another page."""
+    await new_client(client)
+    between = BETWEEN.format(folder=client.resources["metadata"]["path"])
+    await client.kc.execute_interactive(between, silent=True, timeout=60)
+
+
+async def keep_kernel(client: NotebookClient) -> None:
+    """Disconnect from the kernel."""
+    client.kc.stop_channels()
+    client.kc = client.km = None
+
+
+if os.environ.get("GPAUG_DOCS_FAST"):
+    NotebookClient.create_kernel_manager = shared_manager
+    NotebookClient.async_start_new_kernel_client = client_in_folder
+    NotebookClient._async_cleanup_kernel = keep_kernel
 os.environ["PYTHONWARNINGS"] = "ignore:IProgress not found"  # tqdm asks for ipywidgets
 os.environ["MATPLOTLIBRC"] = str(Path(__file__).parent / "matplotlibrc")
 # Pages run beside each other; see "My fit hangs" in the checklist. Threads of BLAS that
