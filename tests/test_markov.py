@@ -22,6 +22,7 @@ from numpyro_gpaug.gaussians import Layout
 from numpyro_gpaug.gaussians.rows import Rows
 from numpyro_gpaug.gp.chain import Chain
 from numpyro_gpaug.infer.nested.fallback import corrected
+from numpyro_gpaug.model.forms import refuse_large
 from numpyro_gpaug.model.latents import GaussianSite, Grouping
 from numpyro_gpaug.model.latents import Structure as ModelStructure
 from tests.conftest import enable_x64
@@ -321,6 +322,47 @@ def trend(t, u, y=None, z=None, *, times=None):
         numpyro.sample("y", dist.Normal(both[: len(t)] + f, 0.3), obs=y)
     with numpyro.plate("of_g", len(u)):
         numpyro.sample("z", dist.Normal(both[len(t) :] + g, 0.5), obs=z)
+
+
+def crossed(t, u, y=None, *, times=None):
+    """A process of time and one of something else."""
+    f = gpaug.GaussianProcess("f", kernels.Matern12(2.0), markov=True)(t)
+    g = gpaug.GaussianProcess("g", kernels.Matern32(3.0), times, markov=True)(u)
+    with numpyro.plate("data", len(t)):
+        numpyro.sample("y", dist.Normal(f + g, 0.3), obs=y)
+
+
+def test_two_processes_of_each_datum_at_unrelated_times():
+    """One is a chain, the other a dense matrix, which must not be too large."""
+    sites = tuple(GaussianSite(k, (3000, 2), (3000, 2), local=False) for k in "fg")
+    structure = ModelStructure((), (), (), {}, {}, {}, joint=True, dtype=np.float32)
+    chains = tuple(Grouping(((k, (0,)),), correlated=True) for k in "fg")
+    with pytest.raises(gpaug.NotConjugateError, match=r"\['f', 'g'\].* inducing="):
+        refuse_large(structure.with_sites(sites), lambda: chains)
+
+
+@pytest.mark.slow
+def test_one_of_two_processes_at_times_of_its_own(dtype):
+    t, u, y = (np.asarray(x, dtype) for x in (T, COLUMN, REAL))
+    with enable_x64(True):
+        of_t, of_u = (
+            np.asarray(kernel(x, x)) for kernel, x in (
+                (kernels.Matern12(2.0), jnp.asarray(t, float)),
+                (kernels.Matern32(3.0), jnp.asarray(u, float)),
+            )
+        )  # fmt: skip
+    whole = of_t + of_u + 0.09 * np.eye(N)
+    evidence = scipy.stats.multivariate_normal(np.zeros(N), whole).logpdf(y)
+    svi = gpaug.ConjugateSVI(crossed, gpaug.AutoLatentGaussian(crossed))
+
+    def bound(times):
+        given = {"times": times, "progress_bar": False}
+        return -svi.run(jax.random.key(0), 3, t, u, y, **given).losses[-1]
+
+    tolerance = {"float32": 1e-4, "float64": 1e-9}[dtype]
+    np.testing.assert_allclose(bound(None), evidence, rtol=tolerance)
+    # Given few states the bound is a bit lower.
+    assert 0 < evidence - bound(np.linspace(u.min(), u.max(), 40, dtype=dtype)) < 0.2
 
 
 @pytest.mark.slow

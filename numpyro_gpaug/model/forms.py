@@ -125,8 +125,9 @@ def find_form(structure: Structure, asked: Asked, purpose: Purpose) -> Structure
         _chain(structure, found, chains),
         _in_turn(structure, found, reached),
     ]
+    # Those that are refused anyway might not even fit into memory.
     known = sorted(
-        (form for form in forms if form is not None),
+        (x for x in forms if x and x.form.largest_matrix <= purpose.largest),
         key=lambda form: (form.cost(rows), form.form.largest_matrix),
     )
     chosen = structure
@@ -548,10 +549,19 @@ def refuse_large(
 
 def _following(left: list[GaussianSite], chains: tuple[Grouping, ...]) -> str:
     """Explain why chains are not represented as such."""
-    along = {name for x in chains for name, _ in x.sites}
+    along = {name: x.correlated for x in chains for name, _ in x.sites}
     names = [s.name for s in left if s.name in along]
     if not names:
         return ""
+    if all(along[name] for name in names):
+        # The sites of processes of time.
+        names = [name.removesuffix(".v") for name in names]
+        return (
+            f". Processes with markov=True ({names}) may have any number of times if "
+            "every datum depends on one of them, or on several at the same times. "
+            "Otherwise pass inducing= to all but one: 100 times within the range of "
+            "the data, for example"
+        )
     return (
         f". Random walks and autoregressions ({names}) may have any number of steps if "
         "every datum depends on one step, walk[t], the same of all walks, and other "

@@ -281,7 +281,9 @@ def inspect_model(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Struc
     survey = Survey(model, arguments)
     for name in survey.chains:
         raise NotConjugateError(
-            f'GaussianProcess("{name}", markov=True) needs AutoLatentGaussian(model)'
+            f'GaussianProcess("{name}", markov=True) needs AutoLatentGaussian(model) '
+            "or NestedVI(model): AutoSparseGP and EllipticalSlice need inducing "
+            "values. NestedVI, AugmentedGaussian and NUTS draw from its posterior"
         )
     for site in survey.uncalled:
         raise ValueError(
