@@ -11,8 +11,7 @@ import pytest
 
 from numpyro_gpaug.gaussians import Chain, Dense, Groups, Layout, chain, groups
 from numpyro_gpaug.gaussians.base import GaussianFactors
-from numpyro_gpaug.gaussians.rows import Rows
-from numpyro_gpaug.math.ordering import Order
+from numpyro_gpaug.gaussians.rows import Order, Rows
 from numpyro_gpaug.math.recurrences import filtered, split
 from numpyro_gpaug.testing import check_structure
 

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from numbers import Number
 from typing import Any, NamedTuple
@@ -71,6 +72,42 @@ class Arguments(_Split):
         static = tuple((i, x) for i, x in enumerate(leaves) if not is_array(x))
         given = cls(arrays, (treedef, static, None))
         return given.on(given.mesh)
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Explain errors about values that are traced, and about plates that do not
+        have the size of their data."""
+        try:
+            yield
+        except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
+            raise TypeError(
+                "the model computes a size (such as of a plate), or a NumPy array, "
+                "from its array arguments, which are traced. Bind such an argument to "
+                "the model: functools.partial(model, mask=mask). Or pass sizes as "
+                "plain numbers by keyword, compute positions such as "
+                "np.nonzero(missing) outside of the model, and index arrays of "
+                "jax.numpy. JAX says: " + str(error).split("\n", 1)[0]
+            ) from error
+        except TypeError as error:
+            if "string indexing" not in str(error):
+                raise
+            raise TypeError(
+                f"{error}: a data frame is one array for the model. Pass its columns "
+                "as arguments, or a dict of them, {name: frame[name] for name in frame}"
+            ) from error
+        except (IndexError, ValueError) as error:
+            cause = ""
+            if isinstance(error, ValueError):
+                if "Incompatible shapes for broadcasting" not in str(error):
+                    raise
+                cause = (
+                    "does a plate have another size than its data, or does a mask "
+                    "cover sites of other sizes? "
+                )
+            shapes = [x.shape for x in self.arrays]
+            raise ValueError(
+                f"{error}: {cause}Arguments of the model have shapes {shapes}"
+            ) from error
 
     def on(self, mesh: Mesh | None) -> Arguments:
         """Return the arguments with rows divided among devices and everything else

@@ -14,7 +14,6 @@ from numpyro import handlers
 from numpyro_gpaug.gp.conditional import Conditional
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.calls import check_count
-from numpyro_gpaug.model.explained import explained
 from numpyro_gpaug.model.jaxpr import called_jaxpr
 from numpyro_gpaug.model.structure import Plate, Trace
 
@@ -72,7 +71,7 @@ def trace_plates(run: Callable[[Any], Trace], arguments: Arguments) -> dict[str,
         called = [f for f in processes if isinstance(f, Conditional)]
         return values, [(f.X, f.inducing) for f in called]
 
-    with explained(arguments):
+    with arguments.explained():
         jaxpr = jax.make_jaxpr(indices)(arguments.arrays).jaxpr
     # A dict is flattened in the order of its names. The inputs of processes follow.
     members = zip(jaxpr.outvars, sorted(plates), strict=False)

@@ -14,7 +14,6 @@ from numpyro_gpaug.gp.conditional import Conditional
 from numpyro_gpaug.likelihoods.expectations import base_distribution
 from numpyro_gpaug.math.equations import walked
 from numpyro_gpaug.model.arguments import Arguments
-from numpyro_gpaug.model.explained import explained
 from numpyro_gpaug.model.jaxpr import (
     Dependence,
     Leaf,
@@ -90,7 +89,7 @@ def sources(
             [[f.X for f in processes], others],
         )
 
-    with explained(arguments):
+    with arguments.explained():
         closed, treedef = jaxpr_and_tree(parts, inputs)
     observed, inducing, terms, seen = dependences(closed, treedef, inputs)
     *_, pooled = jax.tree.unflatten(
