@@ -24,6 +24,7 @@ from jax.extend.core import Literal
 
 from numpyro_gpaug.math.equations import applied, carried_by, walked
 from numpyro_gpaug.model.jaxpr import (
+    ALONG,
     BILINEAR,
     ELEMENTWISE,
     LINEAR,
@@ -31,6 +32,7 @@ from numpyro_gpaug.model.jaxpr import (
     MOVES,
     RESHAPES,
     SUMS,
+    axes_of,
     called_jaxpr,
     called_name,
     source_of,
@@ -43,12 +45,6 @@ from numpyro_gpaug.model.program import Program
 NONE, SUM, MIXED = -1, -2, -3
 
 Places = tuple[Any, ...]
-
-# Operations that compute nonlinear functions of all entries along some axes.
-_ALONG = {
-    "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax",
-    "argmin", "cumlogsumexp", "cummax", "cummin", "cumprod", "sort",
-}  # fmt: skip
 
 
 class Term(NamedTuple):
@@ -236,7 +232,7 @@ class Entries:
                 return [self._scatter(eqn, operands)]
         if name in _RULES:
             return _RULES[name](self, eqn, operands)
-        if name in SUMS or name in _ALONG:
+        if name in ALONG:
             return self._reduced(eqn, moving, linear=name in SUMS)
         return self._any_way(eqn, operands, linear=self._is_linear(eqn, operands))
 
@@ -319,16 +315,12 @@ class Entries:
         return self._along(places, range(np.ndim(places[0])), linear)
 
     def _reduced(self, eqn: Any, moving: list[Places], linear: bool) -> list[Places]:
-        params, shapes = eqn.params, [v.aval.shape for v in eqn.outvars]
-        axes = params.get("axes")
-        kept = axes is None
-        if kept:
-            axes = (params.get("axis", params.get("dimension")),)
+        axes, shapes = axes_of(eqn), [v.aval.shape for v in eqn.outvars]
         joint = self._combined(
             moving, np.shape(moving[0][0]), linear or len(moving) < 2
         )
         found = self._along(joint, axes, linear)
-        if kept:
+        if np.ndim(joint[0]) == len(shapes[0]):
             found = tuple(_namespace(p).expand_dims(p, axes[0]) for p in found)
         return [tuple(_broadcast(p, shape) for p in found) for shape in shapes]
 

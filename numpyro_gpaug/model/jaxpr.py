@@ -58,6 +58,13 @@ _PLACED = MOVES | {
     "gather", "dynamic_slice", "pad", "split", "concatenate", "stack", "unstack",
 }  # fmt: skip
 SUMS = {"reduce_sum", "cumsum"}
+# Functions of all entries along some axes, and the parameter that states these.
+ALONG = {
+    "reduce_sum": "axes", "reduce_max": "axes", "reduce_min": "axes",
+    "reduce_prod": "axes", "reduce_and": "axes", "reduce_or": "axes", "argmax": "axes",
+    "argmin": "axes", "cumsum": "axis", "cumlogsumexp": "axis", "cummax": "axis",
+    "cummin": "axis", "cumprod": "axis", "sort": "dimension",
+}  # fmt: skip
 _SUMS = SUMS | {"reduce_window_sum", "fft"}
 # Operations that are linear in one of two operands, the other fixed.
 BILINEAR = {"mul", "div", "dot_general", "conv_general_dilated"}
@@ -337,6 +344,12 @@ class Reader:
             )
             joined[key] = Dependence(whole, d.nonlinear)
         return joined
+
+
+def axes_of(eqn: Any) -> tuple[int, ...]:
+    """Return the axes of an operation of :data:`ALONG`."""
+    axes = eqn.params[ALONG[eqn.primitive.name]]
+    return axes if isinstance(axes, tuple) else (axes,)
 
 
 def called_jaxpr(eqn: Any) -> ClosedJaxpr | None:

@@ -15,13 +15,12 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Literal
 
-from numpyro_gpaug.model.jaxpr import ELEMENTWISE, LINEAR
+from numpyro_gpaug.model.jaxpr import ALONG, ELEMENTWISE, LINEAR, axes_of
 
 _ROWWISE = ELEMENTWISE | LINEAR | {
     "clamp", "convert_element_type", "div", "mul", "optimization_barrier",
     "reduce_precision", "stop_gradient",
 }  # fmt: skip
-_REDUCTIONS = {"argmax", "argmin", "reduce_prod", "reduce_sum"}
 # Over rows, too: repeated rows do not change their result.
 _IDEMPOTENT = {"reduce_and", "reduce_max", "reduce_min", "reduce_or"}
 # Parameters with shapes, of operations that keep the number of rows.
@@ -170,8 +169,8 @@ def _keeps_rows(eqn: Any, ins: list[int | None], out: int | None) -> bool:
         return name == "broadcast_in_dim"
     if name in _IDEMPOTENT:
         return True
-    if name in _REDUCTIONS:
-        return axis not in params["axes"]
+    if name in ALONG:
+        return axis not in axes_of(eqn)
     if name == "broadcast_in_dim":
         return params["broadcast_dimensions"][axis] == out
     if name == "transpose":

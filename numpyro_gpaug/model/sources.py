@@ -15,8 +15,10 @@ from numpyro_gpaug.likelihoods.expectations import base_distribution
 from numpyro_gpaug.math.equations import walked
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.jaxpr import (
+    ALONG,
     Dependence,
     Leaf,
+    axes_of,
     called_jaxpr,
     dependences,
     jaxpr_and_tree,
@@ -25,12 +27,8 @@ from numpyro_gpaug.model.latents import Structure
 from numpyro_gpaug.model.signatures import argument_names
 from numpyro_gpaug.model.structure import flat_functions, run_model
 
-# Operations that reduce many numbers to one or sort them, with the parameter that
-# states the axes.
-_POOLING = {
-    "reduce_sum": "axes", "reduce_max": "axes", "reduce_min": "axes",
-    "reduce_prod": "axes", "argmax": "axes", "argmin": "axes", "sort": "dimension",
-}  # fmt: skip
+# Operations that reduce many numbers to one or sort them.
+_POOLING = {k for k in ALONG if k[:3] != "cum"} - {"reduce_and", "reduce_or"}
 
 
 class Sources(NamedTuple):
@@ -157,10 +155,9 @@ def _pooled(jaxpr: Any, starts: list[_Reached], rows: int) -> list[_Reached]:
             return _pooled(inner.jaxpr, operands, rows)
         reach: set[str] = set().union(*(x for x, _ in operands))
         pooled: set[str] = set().union(*(x for _, x in operands))
-        if axes := _POOLING.get(eqn.primitive.name):
-            shape, along = eqn.invars[0].aval.shape, eqn.params[axes]
-            along = along if isinstance(along, tuple) else (along,)
-            if shape.count(rows) == 1 and rows > 1 and shape.index(rows) in along:
+        if eqn.primitive.name in _POOLING and rows > 1:
+            shape = eqn.invars[0].aval.shape
+            if shape.count(rows) == 1 and shape.index(rows) in axes_of(eqn):
                 pooled |= reach
         return [(reach, pooled)] * len(eqn.outvars)
 
