@@ -49,7 +49,6 @@ from numpyro_gpaug.gaussians.groups import (
     GroupMoments,
     GroupNatural,
     Groups,
-    half_of,
 )
 from numpyro_gpaug.gaussians.rows import Rows, shifts
 from numpyro_gpaug.math import linalg, small
@@ -122,7 +121,12 @@ class ChainMoments(_ChainMoments, GroupedMoments):
     @property
     def variances(self) -> Array:
         """Variances of the latents, (1, G R + K)."""
-        return GroupMoments(self.mean, self.roots, self.cross, self.whitener).variances
+        return self._of_steps(self.roots).variances
+
+    def _of_steps(self, roots: Array) -> GroupMoments:
+        """Return the moments of steps that are independent, with roots of their
+        covariances given the border."""
+        return GroupMoments(self.mean, roots, self.cross, self.whitener)
 
     def half(self, rows: Rows) -> tuple[Array, Array]:
         """Return the two factors of
@@ -130,13 +134,13 @@ class ChainMoments(_ChainMoments, GroupedMoments):
         step each, or of two adjacent steps."""
         first, second = _by_step(rows, self.layout)
         if second is None:
-            return half_of(self.roots, self.cross, self.whitener, rows)
+            return self._of_steps(self.roots).half(rows)
         # A step is its gain times the next step, plus independent noise.
         gain = self.gain.reshape(self.inverse.shape)[0, first.group]
-        alone, rest = half_of(self.inverse, self.cross, self.whitener, first)
+        alone, rest = self._of_steps(self.inverse).half(first)
         moved = small.product(gain.mT, first.own[..., None])[..., 0] + second.own
         given = second._replace(own=moved)
-        ahead, _ = half_of(self.roots, self.cross, self.whitener, given)
+        ahead, _ = self._of_steps(self.roots).half(given)
         for r in range(second.own.shape[-1]):
             lost = self.cross[0, :, r][second.group]
             rest = rest - second.own[:, r, None] * lost

@@ -136,7 +136,15 @@ class GroupMoments(_GroupMoments, GroupedMoments):
     def half(self, rows: Rows) -> tuple[Array, Array]:
         """Return ``L a`` (n, R) and ``V c - Y' a`` (n, E) of rows: their squares sum to
         the variances of the predictors."""
-        return half_of(self.inverse, self.cross, self.whitener, rows)
+        own, group, dense, value, place = rows
+        columns, width = self.whitener[0].T, dense.shape[-1]
+        ahead = jnp.einsum("nij,nj->ni", self.inverse[0][group], own)
+        rest = dense @ columns[:width]
+        for s in range(value.shape[-1]):
+            rest = rest + value[:, s, None] * columns[width:][place[:, s]]
+        for r in range(own.shape[-1]):
+            rest = rest - own[:, r, None] * self.cross[0, :, r][group]
+        return ahead, rest
 
     def covariance(self, rows: Rows) -> Array:
         """Return the covariances of predictors, (n, n)."""
@@ -419,21 +427,6 @@ class Groups(Structure):
             sums = summed_blocks(_with_rows, sums, (*parts, cut))
         blocks = [[sums.dense, sums.mixed.T], [sums.mixed, sums.single]]
         return sums.groups[None], sums.border[None], jnp.block(blocks)[None]
-
-
-def half_of(
-    roots: Array, cross: Array, whitener: Array, rows: Rows
-) -> tuple[Array, Array]:
-    """Return the two factors of :meth:`GroupMoments.half`."""
-    own, group, dense, value, place = rows
-    columns, width = whitener[0].T, dense.shape[-1]
-    ahead = jnp.einsum("nij,nj->ni", roots[0][group], own)
-    rest = dense @ columns[:width]
-    for s in range(value.shape[-1]):
-        rest = rest + value[:, s, None] * columns[width:][place[:, s]]
-    for r in range(own.shape[-1]):
-        rest = rest - own[:, r, None] * cross[0, :, r][group]
-    return ahead, rest
 
 
 def _terms(q: GroupMoments, rows: Rows) -> list[Array]:
