@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, lru_cache, partial
 from hashlib import blake2b
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -265,15 +265,9 @@ class _Reader(pickle.Pickler):
             return self._array(obj)
         if kind is MethodType:
             return _told("method", (obj.__func__, obj.__self__))
-        if kind is BuiltinFunctionType:
-            owner = obj.__self__
-            whole = None if isinstance(owner, ModuleType) else owner
-            return _told(obj.__qualname__, whole)
-        if kind in (staticmethod, classmethod):
-            return _told(kind.__name__, obj.__func__)
         if kind is property:
             return _told("property", obj.fget)
-        if hasattr(obj, "__wrapped__"):  # of jit and lru_cache
+        if hasattr(obj, "__wrapped__"):  # of jit, lru_cache and staticmethod
             return _told(kind.__qualname__, obj.__wrapped__)
         return self._object(obj, kind)
 
