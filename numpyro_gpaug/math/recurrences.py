@@ -58,8 +58,8 @@ def linear(
     first = jnp.zeros_like(by_block[0][0])
     _, entering = lax.scan(across, first, by_block, reverse=reverse)
     # Computed again, which takes less time than to keep all products of transitions.
-    start = (jnp.moveaxis(entering, 0, 1),)
-    _, found = lax.scan(inside, start, cut, reverse=reverse)
+    entering = jnp.moveaxis(entering, 0, 1)
+    _, found = lax.scan(inside, (entering,), cut, reverse=reverse)
     return _whole(found, steps)
 
 
