@@ -4,7 +4,6 @@ analysed on the host in double precision."""
 
 from __future__ import annotations
 
-import hashlib
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
@@ -13,11 +12,12 @@ import numpy as np
 from scipy import sparse
 from scipy.linalg import solve_triangular
 
+from numpyro_gpaug.math.fingerprints import ByContents
 from numpyro_gpaug.math.sparse_pattern import Pattern
 from numpyro_gpaug.math.threads import threads_for
 
 
-class Graph:
+class Graph(ByContents):
     """An undirected graph with positive weights; static metadata of a pytree.
 
     Equal graphs are one object (:func:`graph_of`), which caches its analysis.
@@ -28,20 +28,12 @@ class Graph:
     :param weights: positive weights of the edges, float64.
     """
 
+    _contents = "size", "rows", "columns", "weights"
+
     def __init__(
         self, size: int, rows: np.ndarray, columns: np.ndarray, weights: np.ndarray
     ) -> None:
         self.size, self.rows, self.columns, self.weights = size, rows, columns, weights
-        digest = hashlib.blake2b(str(size).encode(), digest_size=16)
-        for x in (rows, columns, weights):
-            digest.update(np.ascontiguousarray(x).data)
-        self._digest = digest.digest()
-
-    def __hash__(self) -> int:
-        return hash(self._digest)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Graph) and self._digest == other._digest
 
     def __repr__(self) -> str:
         return f"Graph({self.size} nodes, {len(self.rows)} edges)"

@@ -4,7 +4,6 @@ nodes."""
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -13,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
+
+from numpyro_gpaug.math.fingerprints import ByContents
 
 _Indices = np.ndarray
 # The largest size of a part of the graph that is not cut.
@@ -28,7 +29,7 @@ _PRODUCT, _FACTORISED, _PASSED, _COPIED, _FRONT, _GROUP = 0.025, 0.25, 10, 1.5, 
 
 
 @dataclass(frozen=True, eq=False)
-class Pattern:
+class Pattern(ByContents):
     """The places of the entries of a sparse symmetric matrix: those of the lower
     triangle, with the whole diagonal.
 
@@ -43,6 +44,7 @@ class Pattern:
     size: int
     rows: _Indices
     columns: _Indices
+    _contents = "size", "rows", "columns"
 
     @classmethod
     def of(cls, size: int, rows: ArrayLike, columns: ArrayLike) -> Pattern:
@@ -154,19 +156,6 @@ class Pattern:
     def elimination(self) -> Elimination:
         """The order of elimination. It is cached."""
         return _eliminated(self)
-
-    @cached_property
-    def _digest(self) -> bytes:
-        digest = hashlib.blake2b(str(self.size).encode(), digest_size=16)
-        for x in (self.rows, self.columns):
-            digest.update(np.ascontiguousarray(x).data)
-        return digest.digest()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Pattern) and self._digest == other._digest
-
-    def __hash__(self) -> int:
-        return hash(self._digest)
 
 
 def _at(values: Array, places: Array) -> Array:

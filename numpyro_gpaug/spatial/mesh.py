@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from functools import cached_property, partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -15,6 +14,7 @@ from jax.typing import ArrayLike
 from scipy import sparse
 
 from numpyro_gpaug._display import Displayed, Rows
+from numpyro_gpaug.math.fingerprints import ByContents
 from numpyro_gpaug.spatial.polygons import contains
 from numpyro_gpaug.spatial.triangulation import doubled_areas, graded, smallest_angle
 
@@ -39,7 +39,7 @@ class Elements(NamedTuple):
 
 
 @jax.tree_util.register_static
-class Mesh(Displayed):
+class Mesh(ByContents, Displayed):
     """A triangulated region of the plane.
 
     :meth:`around` makes one from data, if needed of a region with a coast. The
@@ -63,6 +63,8 @@ class Mesh(Displayed):
     ([[0, 1, 2]], [[0.5, 0.25, 0.25]])
     """
 
+    _contents = "nodes", "triangles"
+
     def __init__(self, nodes: ArrayLike, triangles: ArrayLike) -> None:
         self.nodes = np.array(nodes, float)
         self.triangles = np.array(triangles, np.int32)
@@ -70,9 +72,6 @@ class Mesh(Displayed):
         turned = doubled_areas(self.nodes, self.triangles) < 0
         self.triangles[turned] = self.triangles[turned][:, [0, 2, 1]]
         self.nodes.flags.writeable = self.triangles.flags.writeable = False
-        digest = hashlib.blake2b(self.nodes.data, digest_size=16)
-        digest.update(self.triangles.data)
-        self._digest = digest.digest()
 
     @classmethod
     def around(
@@ -241,12 +240,6 @@ class Mesh(Displayed):
         sides = np.swapaxes(corners[:, 1:] - corners[:, :1], 1, 2)
         shape = int(columns), int(rows)
         return _Grid(low, cell, shape, candidates, np.linalg.inv(sides))
-
-    def __hash__(self) -> int:
-        return hash(self._digest)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Mesh) and self._digest == other._digest
 
     def _display(self) -> tuple[str, Rows]:
         angle = smallest_angle(self.nodes, self.triangles)
