@@ -234,7 +234,7 @@ PROBLEMS = list(GOLDEN["problems"])
 @pytest.mark.parametrize("which", marked(("full", "sparse"), {"sparse"}))
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_golden_fixed_points(x64, name, which) -> None:
-    """At the moments of the fixed point, the factors of the bound return the moments."""
+    """At the moments of the fixed point, the bound's factors return the moments."""
     problem = GOLDEN["problems"][name]
     golden, y = problem[which], label(name, np.array(problem["y"]))
     X, Z = np.array(GOLDEN["X"]), np.array(GOLDEN["X" if which == "full" else "Z"])

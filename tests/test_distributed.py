@@ -274,7 +274,7 @@ print("found", *lengths)
 
 @pytest.fixture
 def two_processes(monkeypatch):
-    """Simulate another process, which sends the content of the list that is returned."""
+    """Simulate another process, which sends the content of the returned list."""
     others = []
     monkeypatch.setattr(processes, "spans_processes", lambda mesh: True)
     monkeypatch.setattr(

@@ -263,7 +263,7 @@ def test_outliers_have_the_density_of_noise_beyond_the_nodes(name: str) -> None:
 
 
 def test_counts_far_from_their_latents() -> None:
-    """The reference is by NumPy; one case has sixty events where odds are a millionth."""
+    """The reference is by NumPy; in one case odds of a millionth have sixty events."""
     m, v = np.float32([-14, -5, 0, 30]), np.float32([1, 0.25, 0.01, 4])
     y, total = np.float32([60, 40, 90, 3]), np.int32([100, 50, 100, 70])
 

@@ -100,7 +100,7 @@ def test_a_loop_without_steps_ends_a_run() -> None:
 def test_loops_are_longer_where_that_is_quicker(
     compiling, common, each, lengths, monkeypatch
 ) -> None:
-    """Work done once for a loop, for example on a million rows, is a part of its time."""
+    """Work done once for a loop, such as on a million rows, is a part of its time."""
     now, pace = 0.0, Pace(10**7)
     monkeypatch.setattr("time.perf_counter", lambda: now)
     taken = []

@@ -350,7 +350,7 @@ def test_deviations_from_the_constant_do_not_cancel(name):
 
 
 def test_deviations_are_rounded_as_few_times_as_can_be():
-    """The distances have squares in float32; XLA's ``expm1`` has an error of 5 units."""
+    """The squares of distances fit in float32; XLA's ``expm1`` is wrong by 5 units."""
     X, Z = np.arange(1, 257, dtype="f")[:, None] / 64, np.zeros((1, 1), "f")
     found = np.asarray(jax.jit(SquaredExponential().deviation)(X, Z), float)
     exact = np.expm1(-0.5 * np.square(X.astype(float)))

@@ -214,7 +214,7 @@ def test_no_cancellation_in_float32() -> None:
     ],
 )
 def test_pieces_for_an_accuracy(function, error: float) -> None:
-    """The functions are in NumPy: the search calls them at a new shape in every step."""
+    """The functions are NumPy: every step of the search calls them at a new shape."""
     mean, variance = np.array([-1.0, 1.0]), np.array([1.0, 0.5])
     link = PiecewiseLink.to_accuracy(function, error, mean, variance)
     fewer = PiecewiseLink.from_function(

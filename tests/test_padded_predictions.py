@@ -105,7 +105,7 @@ def test_all_numbers_of_rows_from_two_programs_of_each_kind() -> None:
 
 @pytest.mark.slow
 def test_tables_of_a_process() -> None:
-    """Rows are in the last axis, so that covariances and draws of outputs interleave."""
+    """Rows are in the last axis, so covariances and draws of outputs interleave."""
     posterior, other = joint_fit(process)
     new = X[:9], GROUP[:9]
     whole = other.predict_f(*new, site="eta", full_covariance=True)

@@ -46,7 +46,7 @@ def grouped(group, y=None):
 
 
 def assert_precise(lowered):
-    """Check that every product of matrices in a lowered program has a stated precision."""
+    """Check that all matrix products in a lowered program state their precision."""
     products = re.findall(r"stablehlo\.dot_general.*", lowered.as_text())
     assert products
     rough = [p for p in products if "precision = [HIGHEST, HIGHEST]" not in p]
