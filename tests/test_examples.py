@@ -116,11 +116,12 @@ def test_benchmark_of_fields_runs_at_small_sizes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_benchmark_of_crossed_effects_runs_at_small_sizes(tmp_path: Path) -> None:
-    run("benchmarks/crossed", tmp_path, "--quick", "--json", "found.json")
-    rows = json.loads((tmp_path / "found.json").read_text())["rows"]
-    normal, binary, exact = rows
-    assert max(normal["noise"], binary["noise"]) < 0.05
-    assert max(normal["error"], binary["error"]) < 0.2
+    # The second has binary data, in both forms.
+    cases = ["--cases", "normal", "exact"]
+    run("benchmarks/crossed", tmp_path, "--quick", *cases, "--json", "found.json")
+    normal, exact = json.loads((tmp_path / "found.json").read_text())["rows"]
+    assert normal["noise"] < 0.05
+    assert normal["error"] < 0.2
     assert exact["sds"] < 0.03
 
 
@@ -142,32 +143,12 @@ def test_benchmark_of_many_responses(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_benchmark_of_first_results_measures_every_call(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.syspath_prepend(EXAMPLES / "benchmarks")
-    monkeypatch.setenv("GPAUG_DATA", "none")
-    found = importlib.import_module("felt").measure("herds", "here", 0, 30)
-    calls = {"imports", "first", "second", "tenth", "served", "other"}
-    assert found.keys() == calls
-    assert min(found.values()) >= 0
-
-
-@pytest.mark.slow
 def test_benchmark_of_first_results_runs_with_a_rival(tmp_path: Path) -> None:
-    size = ["--draws", "20", "--many", "30", "--json", "found.json"]
-    run(
-        "benchmarks/felt",
-        tmp_path,
-        "--cases",
-        "days",
-        "--methods",
-        "here",
-        "nuts",
-        *size,
-    )
+    cases = ["--cases", "days", "--methods", "here", "nuts", "--draws", "20"]
+    run("benchmarks/felt", tmp_path, *cases, "--many", "30", "--json", "found.json")
     found = json.loads((tmp_path / "found.json").read_text())["rows"]
     assert [x["case"] for x in found[:2]] == ["days here", "days nuts"]
+    assert {"imports", "tenth", "served", "other"} <= found[0].keys()
     assert found[0]["cached"] > 0
     assert found[1]["second"] > 0
 
