@@ -36,9 +36,10 @@ _QUICK: dict[str, Any] = {
     "xla_disable_hlo_passes": "while-loop-invariant-code-motion,simplify-while-loops",
 }  # fmt: skip
 # A program whose arguments have fewer numbers than this is compiled with these options:
-# the first limit is for fits, with some hundred steps, and the second for programs that
-# run a few times, such as predictions.
-SMALL, SMALL_OF_FEW = 8_000, 100_000
+# the first limit is for programs that run some thousand times; the second for searches,
+# whose twenty to hundred evaluations must save less time than their compilation takes;
+# and the third for programs that run a few times, such as predictions.
+SMALL, SMALL_OF_SEARCHES, SMALL_OF_FEW = 8_000, 50_000, 100_000
 
 
 def compiler_options(*, quick: bool) -> dict[str, Any]:
@@ -100,8 +101,8 @@ class jit:
     :param small: the largest total size of arguments that count as small.
     :param held: a static argument, equal to itself alone, that lives no longer because
         of the program. (For donated arguments JAX has a cache of 4096 calls.)
-    :param work: given the held argument, the number of values that the program computes
-        in each of its steps; many count like large arguments.
+    :param work: given the held argument, the operations of the program in each of its
+        steps; many count like large arguments.
     :param options: options of ``jax.jit``.
     :ivar plain: the result of ``jax.jit``.
     """

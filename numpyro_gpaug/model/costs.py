@@ -85,6 +85,18 @@ WHITE = Purpose(fields=False)
 SAMPLE = Purpose(projected=True, largest=30_000)
 
 
+def kernel_entries(structure: Structure) -> int:
+    """Return the number of entries of the kernel matrices between data and inducing
+    inputs.
+
+    :param structure: the structure of the model at its arguments.
+    """
+    rows = {name: f.shape[0] for name, f in structure.functions.items()}
+    if structure.joint:
+        return max(rows.values(), default=0) * structure.largest
+    return sum(rows[b.name] * b.shape[-1] for b in structure.processes)
+
+
 def densities(structure: Structure) -> int:
     """Return the number of densities at nodes that one expected log-likelihood
     evaluates.

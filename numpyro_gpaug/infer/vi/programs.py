@@ -39,6 +39,7 @@ from numpyro_gpaug.infer.vi.plan import (
     Plan,
     Settings,
     constrained,
+    is_optax,
     transforms_of,
 )
 from numpyro_gpaug.infer.vi.progress import Pace
@@ -51,7 +52,7 @@ from numpyro_gpaug.infer.vi.start import (
 )
 from numpyro_gpaug.infer.vi.state import ConjugateState, check_state
 from numpyro_gpaug.math.arrays import in_blocks
-from numpyro_gpaug.math.compiling import jit
+from numpyro_gpaug.math.compiling import SMALL_OF_SEARCHES, few, jit
 from numpyro_gpaug.math.sharding import ROWS, on_mesh
 from numpyro_gpaug.math.threads import threads_for
 from numpyro_gpaug.model.arguments import Arguments, Model, Values
@@ -87,20 +88,23 @@ class Programs:
         self._generation = guide.generation
         self.plans: dict[Any, Plan] = {}
         self._paces: dict[tuple[Plan, int], Pace] = {}
-        self.begin = jit(
+        self.begin = few(
             partial(initial_state, settings, model, guide), static_argnames="batch"
         )
         # Each is a function of its own, because all programs of one function share a
         # cache. The state is donated, because with many latents a second copy would not
         # fit into memory. Callers never pass in a state that a user holds.
-        self.advance, self.advance_batches = (
-            jit(
-                fn, held="plan", work=attrgetter("densities"),
-                static_argnames="plan", donate_argnames="state",
-            )
-            for fn in (run_chunk, run_batches)
+        steps = partial(
+            jit, held="plan", work=attrgetter("work"),
+            static_argnames="plan", donate_argnames="state",
         )  # fmt: skip
-        self.read = jit(partial(read_params, guide))
+        searches = not is_optax(settings.optim)
+        short = {"small": SMALL_OF_SEARCHES} if searches else {}
+        self.advance, self.advance_batches = (
+            steps(run_chunk, **short),
+            steps(run_batches),
+        )
+        self.read = few(partial(read_params, guide))
         static = "plan", "predictor", "static", "which", "mesh"
         self.lanes = jit(
             partial(fit_lanes, settings, model, guide), small=SMALL,
