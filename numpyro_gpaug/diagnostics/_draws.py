@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -31,7 +30,7 @@ from numpyro_gpaug.likelihoods.expectations import (
 )
 from numpyro_gpaug.math.arrays import in_blocks
 from numpyro_gpaug.math.compiling import jit
-from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.closures import watched
 from numpyro_gpaug.model.expectation import of_site
 from numpyro_gpaug.model.inspect import inspect_model
@@ -80,11 +79,7 @@ class Programs:
     arguments of one shape. Tracing records the kinds of sites."""
 
     def __init__(
-        self,
-        model: Callable[..., Any],
-        guide: Callable[..., Any],
-        structure: Structure,
-        arguments: Arguments,
+        self, model: Model, guide: Model, structure: Structure, arguments: Arguments
     ) -> None:
         self.model, self.guide = model, guide
         self.structure = structure
@@ -100,9 +95,7 @@ class Programs:
         self.prior: Any = prior_sampler(model)
         self.at: Any = jit(jax.vmap(self._at, (None, None, 0, None, 0), (0, None)))
 
-    def _draw(
-        self, given: Arguments, params: Any, key: Array
-    ) -> tuple[dict[str, Array], Array]:
+    def _draw(self, given: Arguments, params: Any, key: Array) -> tuple[Values, Array]:
         """Return latents and their log density. Latents that the guide declares as
         ``Delta`` are recorded, but this alone does not make a latent fixed: guides such
         as ``AutoLowRank...`` draw an auxiliary vector and declare latents as ``Delta``s
@@ -147,7 +140,7 @@ class Programs:
         found = Draws(deterministic, replicated, likelihoods, weighted, prior, priors)
         return found, observed
 
-    def numbers_held(self, shapes: Draws, fixed: dict[str, Any]) -> int:
+    def numbers_held(self, shapes: Draws, fixed: Values) -> int:
         """The number of values that the likelihoods of one draw need while they are
         computed."""
         size = sum(math.prod(s.shape[1:]) for s in jax.tree.leaves(shapes.likelihoods))
@@ -165,8 +158,8 @@ _MAX_PROGRAMS = 8
 
 
 def programs_for(
-    model: Callable[..., Any],
-    guide: Callable[..., Any],
+    model: Model,
+    guide: Model,
     arguments: Arguments,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -192,7 +185,7 @@ def programs_for(
 def evaluated_at(
     model: Programs,
     arguments: Arguments,
-    params: dict[str, Any],
+    params: Values,
     keys: Array,
     fixed: dict[str, np.ndarray],
     drawn: dict[str, np.ndarray],
@@ -209,7 +202,7 @@ def evaluated_at(
     total = len(keys)
     shapes, _ = model.at.plain.eval_shape(arguments, params, keys, fixed, drawn)
     chunk = min(total, max(1, _BUDGET // model.numbers_held(shapes, fixed)))
-    observed: dict[str, Array] = {}
+    observed: Values = {}
 
     def at(chosen: np.ndarray) -> Draws:
         block = {n: v[chosen] for n, v in drawn.items()}
@@ -225,7 +218,7 @@ def evaluated_at(
     return Evaluated(draws, log_p, jax.tree.map(np.asarray, observed), model)
 
 
-def _log_likelihoods(view: ModelView, latents: Any) -> dict[str, Array]:
+def _log_likelihoods(view: ModelView, latents: Any) -> Values:
     """Return, for each observed site, the log density of each observation given the
     draw."""
     at, maps, selected = {}, view.maps(), view.selected()

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -21,7 +21,7 @@ from numpyro_gpaug.diagnostics._run import run
 from numpyro_gpaug.gp.conditional import Conditional
 from numpyro_gpaug.likelihoods.expectations import base_distribution
 from numpyro_gpaug.math.compiling import few
-from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.structure import Trace
 from numpyro_gpaug.predict.posterior import Posterior
 
@@ -33,7 +33,7 @@ _NUM_VALUES = 100
 
 
 def vi_against_mcmc(
-    model: Callable[..., Any],
+    model: Model,
     vi: Posterior | DataTree | Mapping[str, ArrayLike],
     samples: Mapping[str, ArrayLike],
     *args: Any,
@@ -173,7 +173,7 @@ def _compare(vi: np.ndarray, mcmc: np.ndarray) -> np.ndarray:
 
 
 def _overlaps(
-    model: Callable[..., Any],
+    model: Model,
     vi: Any,
     arguments: Arguments,
     draws: Mapping[str, Any],
@@ -207,9 +207,7 @@ class _Site:
     """An observed site as a function of a model's latents. Each side of a comparison
     has its own program, or both share one if they have equally many draws."""
 
-    def __init__(
-        self, model: Callable[..., Any], arguments: Arguments, site: str
-    ) -> None:
+    def __init__(self, model: Model, arguments: Arguments, site: str) -> None:
         self.model, self.arguments, self.site = model, arguments, site
         self.samples = few(jax.vmap(self._sample, (None, 0, 0)))
         self.log_probs = few(self._log_probs)
@@ -285,7 +283,7 @@ def _all_values(distribution: Any) -> Array | None:
     return jnp.broadcast_to(values, (len(values), *distribution.batch_shape))
 
 
-def _latents(draws: Mapping[str, Any], trace: Trace, where: str) -> dict[str, Any]:
+def _latents(draws: Mapping[str, Any], trace: Trace, where: str) -> Values:
     """Return the draws that the model needs, all of them."""
     residuals = {
         f"{name}.eps" for name, s in trace.items() if isinstance(s["fn"], Conditional)

@@ -23,7 +23,7 @@ from numpyro_gpaug.diagnostics._prior import (
 from numpyro_gpaug.diagnostics._run import replicate, run
 from numpyro_gpaug.infer import NestedVI
 from numpyro_gpaug.likelihoods.expectations import base_distribution
-from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.arguments import Arguments, Values
 
 if TYPE_CHECKING:
     import pandas
@@ -46,7 +46,7 @@ def tree_of_nested(key: Array, nested: NestedVI) -> DataTree:
 
     def one(
         given: Arguments, each: tuple[Array, dict[str, Array]]
-    ) -> tuple[dict[str, Array], ...]:
+    ) -> tuple[Values, ...]:
         key, values = each
         trace = run(nested.model, given, key, values)
         densities, replicated = {}, {}
@@ -60,7 +60,7 @@ def tree_of_nested(key: Array, nested: NestedVI) -> DataTree:
         return densities, replicated, log_priors(trace, tops)
 
     @jax.jit
-    def everywhere(given: Arguments, keys: Array, values: dict[str, Array]) -> Any:
+    def everywhere(given: Arguments, keys: Array, values: Values) -> Any:
         first = {k: x[0] for k, x in values.items()}
         trace = run(nested.model, given, keys[0], first)
         found = jax.lax.map(lambda each: one(given, each), (keys, values))
@@ -83,7 +83,7 @@ def tree_of_nested(key: Array, nested: NestedVI) -> DataTree:
     return tree_of({**groups, "observed_data": observed})
 
 
-def _by_chain(found: dict[str, Array], chains: int, num: int) -> dict[str, np.ndarray]:
+def _by_chain(found: Values, chains: int, num: int) -> dict[str, np.ndarray]:
     return {
         k: np.asarray(x).reshape(chains, num, *x.shape[1:]) for k, x in found.items()
     }

@@ -16,14 +16,14 @@ from numpyro.infer.inspect import get_dependencies
 from numpyro_gpaug.diagnostics._run import replicate, run, scaled
 from numpyro_gpaug.likelihoods.expectations import base_distribution
 from numpyro_gpaug.math.compiling import jit
-from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.structure import Trace
 
 # The largest number of draws from the prior, enough for a picture.
 MOST_DRAWS = 1000
 
 
-def top_level(model: Callable[..., Any], arguments: Arguments) -> tuple[str, ...]:
+def top_level(model: Model, arguments: Arguments) -> tuple[str, ...]:
     """Return the names of the sites whose distribution depends on no latent.
 
     :param model: a NumPyro model.
@@ -34,7 +34,7 @@ def top_level(model: Callable[..., Any], arguments: Arguments) -> tuple[str, ...
     return tuple(name for name, sources in found.items() if sources.keys() == {name})
 
 
-def log_priors(trace: Trace, names: Iterable[str]) -> dict[str, Array]:
+def log_priors(trace: Trace, names: Iterable[str]) -> Values:
     """Return log prior densities of latents by site, of the shape of their batch.
 
     Numbers behind a process are left out. They are standard normal whatever its
@@ -52,8 +52,8 @@ def log_priors(trace: Trace, names: Iterable[str]) -> dict[str, Array]:
 
 
 def one_draw(
-    model: Callable[..., Any], arguments: Arguments, values: dict[str, Any], key: Array
-) -> tuple[dict[str, Array], dict[str, Array]]:
+    model: Model, arguments: Arguments, values: Values, key: Array
+) -> tuple[Values, dict[str, Array]]:
     """Return a draw from the prior and one from the prior predictive distribution, by
     site, given the values of some sites.
 
@@ -74,14 +74,14 @@ def one_draw(
     return prior, predicted
 
 
-def prior_sampler(model: Callable[..., Any]) -> Callable[..., Any]:
+def prior_sampler(model: Model) -> Callable[..., Any]:
     """Return a compiled function from ``(arguments, params, keys)`` to draws from the
     prior and from the prior predictive distribution, by site.
 
     :param model: a NumPyro model.
     """
 
-    def all_of(arguments: Arguments, params: dict[str, Any], keys: Array) -> Any:
+    def all_of(arguments: Arguments, params: Values, keys: Array) -> Any:
         one = partial(one_draw, model, arguments, params)
         return jax.lax.map(one, keys)
 
@@ -91,7 +91,7 @@ def prior_sampler(model: Callable[..., Any]) -> Callable[..., Any]:
 def prior_groups(
     sampler: Callable[..., Any],
     arguments: Arguments,
-    params: dict[str, Any],
+    params: Values,
     key: Array,
     num: int,
 ) -> dict[str, dict[str, np.ndarray]]:

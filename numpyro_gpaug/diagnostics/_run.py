@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from copy import copy
 from typing import Any
 
@@ -15,16 +14,12 @@ from numpyro.distributions import BinomialLogits, BinomialProbs, Distribution
 from numpyro.distributions.batch_util import promote_batch_shape
 
 from numpyro_gpaug._numpyro import is_scanned, residual_policy
-from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.structure import Trace
 
 
 def run(
-    model: Callable[..., Any],
-    arguments: Arguments,
-    key: Array,
-    values: dict[str, Any],
-    policy: str = "mean",
+    model: Model, arguments: Arguments, key: Array, values: Values, policy: str = "mean"
 ) -> Trace:
     """Return the trace of a model at values of its latents.
 

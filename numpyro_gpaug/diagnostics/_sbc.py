@@ -25,7 +25,7 @@ from numpyro_gpaug.errors import CholeskyError
 from numpyro_gpaug.infer import ConjugateSVI, NestedVI
 from numpyro_gpaug.likelihoods.expectations import base_distribution
 from numpyro_gpaug.math.compiling import jit
-from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.calls import check_count, check_key
 from numpyro_gpaug.predict import Posteriors
 
@@ -130,7 +130,7 @@ class Calibration(Displayed):
 
 
 def sbc(
-    model: Callable[..., Any],
+    model: Model,
     key: Array,
     num: int,
     *args: Any,
@@ -199,7 +199,7 @@ def sbc(
     check_count("num_draws", num_draws)
     arguments = Arguments.split(args, kwargs)
     truth_key, fit_key, tie_key = random.split(key, 3)
-    values: dict[str, Any] = {}
+    values: Values = {}
     if given_data:
         values = _posterior_draws(fit(model), truth_key, args, kwargs, num)
     try:
@@ -288,7 +288,7 @@ def _smallest(counts: np.ndarray, number: int) -> np.ndarray:
     return np.minimum(below, above).min(-1)
 
 
-def _with(model: Callable[..., Any]) -> Callable[..., Any]:
+def _with(model: Model) -> Callable[..., Any]:
     """Return the model with observations by site as its first argument."""
 
     def simulated(data: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -297,7 +297,7 @@ def _with(model: Callable[..., Any]) -> Callable[..., Any]:
     return simulated
 
 
-def _with_more(model: Callable[..., Any]) -> Callable[..., Any]:
+def _with_more(model: Model) -> Callable[..., Any]:
     """Return the model with further observations, given the same latents, by site as
     its first argument."""
 
@@ -340,7 +340,7 @@ def _posterior_draws(
 
 
 def _drawn(
-    model: Callable[..., Any], arguments: Arguments, keys: Array, values: dict[str, Any]
+    model: Model, arguments: Arguments, keys: Array, values: Values
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Return latents and data, by site, for every key.
 
@@ -370,7 +370,7 @@ def _drawn(
     given = {k: values[k] for k in latents if k in values}
 
     @jit
-    def every(arguments: Arguments, given: dict[str, Any], keys: Array) -> Any:
+    def every(arguments: Arguments, given: Values, keys: Array) -> Any:
         return lax.map(lambda each: one_draw(model, arguments, *each), (given, keys))
 
     found = every(arguments, given, keys)
@@ -392,15 +392,12 @@ def _in_normals(
 
 
 def _likelihood(
-    model: Callable[..., Any],
-    arguments: Arguments,
-    data: Any,
-    latents: dict[str, Array],
+    model: Model, arguments: Arguments, data: Any, latents: Values
 ) -> Array:
     """Return log-likelihoods of data at draws of the latents; draws first."""
     args, kwargs = arguments.merge()
 
-    def one(values: dict[str, Array]) -> Array:
+    def one(values: Values) -> Array:
         filled = handlers.substitute(model, data=values)
         seeded = handlers.seed(residual_policy(filled, "mean"), random.key(0))
         trace = handlers.trace(seeded).get_trace(data, *args, **kwargs)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -17,7 +17,7 @@ from numpyro_gpaug.diagnostics._nested import tree_of_nested
 from numpyro_gpaug.diagnostics._prior import prior_groups
 from numpyro_gpaug.guides.function_space import AutoFunctionSpaceGP
 from numpyro_gpaug.infer import NestedVI
-from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.closures import watched
 from numpyro_gpaug.model.columns import Columns
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 def to_datatree(
     key: Array,
-    model: Callable[..., Any] | NestedVI,
-    guide: Callable[..., Any] | None = None,
-    params: dict[str, Any] | None = None,
+    model: Model | NestedVI,
+    guide: Model | None = None,
+    params: Values | None = None,
     *args: Any,
     num_samples: int = 1000,
     losses: ArrayLike | None = None,
@@ -170,7 +170,7 @@ def to_datatree(
         return tree
 
 
-def _check(guide: Callable[..., Any], params: Any, num_samples: int) -> None:
+def _check(guide: Model, params: Any, num_samples: int) -> None:
     """Raise for arguments that :func:`to_datatree` does not accept."""
     if not isinstance(params, Mapping):
         given = type(params).__name__

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -26,7 +26,7 @@ from numpyro_gpaug.guides.sparse_gp import NATURAL, with_latent_axis
 from numpyro_gpaug.math.arrays import is_traced
 from numpyro_gpaug.math.compiling import few
 from numpyro_gpaug.math.linalg import precise
-from numpyro_gpaug.model.arguments import Arguments, Values
+from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.costs import FIT, WHITE
 from numpyro_gpaug.model.forms import refuse_large
 from numpyro_gpaug.model.gaussians import field
@@ -129,7 +129,7 @@ class AutoLatentGaussian(ConjugateGuide):
 
     covariances: ClassVar[Any] = dict.fromkeys(("natural", "dense"), InducingPosterior)
 
-    def read(self, model: Callable[..., Any], *args: Any, **kwargs: Any) -> Structure:
+    def read(self, model: Model, *args: Any, **kwargs: Any) -> Structure:
         purpose = self._purpose if self.conjugate else WHITE
         found = inspect_joint(model, purpose, *args, **kwargs)
         if not self.conjugate:
@@ -183,9 +183,7 @@ class AutoLatentGaussian(ConjugateGuide):
         structure = self.structure
         return structure.form.standard(structure.dtype)
 
-    def start_at(
-        self, given: dict[str, Any], trace: Trace, view: Any
-    ) -> dict[str, Any]:
+    def start_at(self, given: Values, trace: Trace, view: Any) -> dict[str, Any]:
         """Return natural parameters at the start of a fit: the posterior after
         observing every predictor at its prior mean with variance one. Under a wide
         prior, the expectation of a likelihood may not be finite: ``exp(f)`` overflows
@@ -207,7 +205,7 @@ class AutoLatentGaussian(ConjugateGuide):
         added = single.information(seen)
         return {JOINT: jax.tree.map(jnp.add, prior, added)}
 
-    def natural_params(self, natural: dict[str, Any]) -> dict[str, Array]:
+    def natural_params(self, natural: dict[str, Any]) -> dict[str, Any]:
         params = super().natural_params(natural)
         if self.structure.basis is not None:
             params[_BASIS] = self.structure.matrix
@@ -237,7 +235,7 @@ class AutoLatentGaussian(ConjugateGuide):
             q = Moments(q.mean @ back, q.whitener @ back)
         return {JOINT: q}
 
-    def turn(self, arguments: Arguments, values: dict[str, Any]) -> bool:
+    def turn(self, arguments: Arguments, values: Values) -> bool:
         """Change to the basis of the principal directions of the predictors, in which
         rounding preserves more of the precision. The params of a fit include it.
 
@@ -250,7 +248,7 @@ class AutoLatentGaussian(ConjugateGuide):
             return False
         here = structure.unturned
 
-        def projection(arguments: Arguments, values: dict[str, Any]) -> Array:
+        def projection(arguments: Arguments, values: Values) -> Array:
             view = self.view(here, self.model, arguments, values, any_key())
             return view.predictors.dense.projection[0]
 
@@ -260,7 +258,7 @@ class AutoLatentGaussian(ConjugateGuide):
         return True
 
     @precise
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
+    def __call__(self, *args: Any, **kwargs: Any) -> Values:
         """Draw every latent.
 
         :return: values by site name.

@@ -19,7 +19,7 @@ from numpyro_gpaug._numpyro import Ordered, one_thread
 from numpyro_gpaug.distributions.stacked import Stacked
 from numpyro_gpaug.math.arrays import in_blocks
 from numpyro_gpaug.math.compiling import jit
-from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.arguments import Arguments, Values
 from numpyro_gpaug.model.latents import Structure
 from numpyro_gpaug.model.responses import Responses, in_lanes
 from numpyro_gpaug.model.structure import remembered
@@ -112,7 +112,7 @@ class Posteriors(
         return tuple(self._fits.sites)
 
     @property
-    def values(self) -> dict[str, Array]:
+    def values(self) -> Values:
         """Latents and params that are fixed at a value (hyperparameters), by name."""
         return self._fits.fitted.points
 
@@ -264,7 +264,7 @@ class Posteriors(
     def _at(self, places: np.ndarray) -> Fitted:
         return jax.tree.map(lambda x: x[places], self._fits.fitted)
 
-    def _fit_kept(self, first: int) -> dict[str, Any]:
+    def _fit_kept(self, first: int) -> Values:
         """Return keyword arguments of the fits that predictions keep, and that differ
         between responses."""
         kwargs, flags = self._responses.kwargs, self._responses.over[1]

@@ -22,7 +22,7 @@ from numpyro_gpaug.infer.nested.bound import CollapsedBound
 from numpyro_gpaug.infer.vi.latent_gaussian import LatentGaussian
 from numpyro_gpaug.infer.vi.settling import settled
 from numpyro_gpaug.likelihoods.expectations import Route
-from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.arguments import Arguments, Model
 from numpyro_gpaug.model.closures import Version
 from numpyro_gpaug.model.costs import SAMPLE
 from numpyro_gpaug.model.inspect import in_form, inspect_model, read_joint
@@ -194,7 +194,7 @@ class EllipticalSlice(GaussianKernel):
 
     def __init__(
         self,
-        model: Callable[..., Any],
+        model: Model,
         guide: AutoSparseGP | None = None,
         params: dict[str, Any] | None = None,
     ) -> None:

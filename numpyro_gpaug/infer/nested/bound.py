@@ -30,7 +30,7 @@ from numpyro_gpaug.infer.vi.means import by_rows
 from numpyro_gpaug.infer.vi.settling import settled
 from numpyro_gpaug.infer.vi.sweeps import starts_augmented
 from numpyro_gpaug.math.compiling import jit
-from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.arguments import Arguments, Values
 from numpyro_gpaug.model.joint import JointView
 from numpyro_gpaug.model.latents import JOINT, Structure
 
@@ -100,9 +100,7 @@ class CollapsedBound:
         self._starts_augmented = starts_augmented(structure)
         self._value = self._differentiable()
 
-    def __call__(
-        self, values: dict[str, Array], steps: dict[str, Array], arrays: Any
-    ) -> Array:
+    def __call__(self, values: Values, steps: dict[str, Array], arrays: Any) -> Array:
         """Return the bound, which can be differentiated twice in the hyperparameters.
 
         :param values: constrained hyperparameters and params by name.
@@ -112,15 +110,13 @@ class CollapsedBound:
         """
         return self._value(values, jax.lax.stop_gradient(steps), arrays)
 
-    def view(self, values: dict[str, Array], arrays: Any) -> JointView:
+    def view(self, values: Values, arrays: Any) -> JointView:
         """Return the view of the model by its guide at given hyperparameters."""
         arguments = Arguments(arrays, self._static)
         guide, key = self.guide, random.key(0)
         return guide.view(self.structure, guide.model, arguments, values, key)
 
-    def problem(
-        self, values: dict[str, Array], arrays: Any, *, learns: bool
-    ) -> LatentGaussian:
+    def problem(self, values: Values, arrays: Any, *, learns: bool) -> LatentGaussian:
         """Return the closed-form problem at given hyperparameters."""
         view = self.view(values, arrays)
         found = LatentGaussian.seen(view, "exact", 0.0, learns=learns)
@@ -185,7 +181,7 @@ class CollapsedBound:
 
     def with_pullback(
         self,
-        values: dict[str, Array],
+        values: Values,
         arrays: Any,
         start: Start | None = None,
         tolerance: Any = TOLERANCE,
@@ -203,12 +199,12 @@ class CollapsedBound:
         )
         found = self.settle(problem, start, tolerance)
 
-        def gradient() -> dict[str, Array]:
+        def gradient() -> Values:
             return pullback(problem.collapsed_gradient(found.evaluation))
 
         return found.evaluation.bound, gradient, found
 
-    def shapes(self, values: dict[str, Any], arrays: Any) -> Any:
+    def shapes(self, values: Values, arrays: Any) -> Any:
         """Return the shapes of the factors in a :class:`Start`; values and arrays may
         be shapes, too."""
 
@@ -297,7 +293,7 @@ def _first_factors(map_: Any) -> Any:
     return observed(map_, map_.offset, jnp.ones_like(map_.offset))
 
 
-def _moves(values: dict[str, Any], tangents: Any) -> dict[str, Any]:
+def _moves(values: Values, tangents: Any) -> Values:
     """Return tangents of the hyperparameters; there must be no others."""
     moved, _, data = tangents
     leaves = jax.tree.leaves(data, is_leaf=_is_zero)
@@ -323,7 +319,7 @@ def _inner(gradient: dict[str, Any], moved: dict[str, Any]) -> Array:
 
 def _differences(
     gradient: Callable[[dict[str, Array]], dict[str, Array]],
-    values: dict[str, Array],
+    values: Values,
     steps: dict[str, Array],
 ) -> Array:
     """Return second derivatives by central differences of a gradient, symmetrised."""

@@ -18,6 +18,7 @@ from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.infer.nested.draws import Run
 from numpyro_gpaug.infer.nested.programs import Programs
 from numpyro_gpaug.math.importance import varying
+from numpyro_gpaug.model.arguments import Values
 
 CHAINS, WARMUP = 4, 500
 
@@ -33,7 +34,7 @@ class Corrected(Run):
     chain_points: Any = None
     chain_z: Any = None
 
-    def samples(self, num: int) -> dict[str, Array]:
+    def samples(self, num: int) -> Values:
         return self.at(self.chain_points, self.chain_z)
 
     def points(self) -> tuple[np.ndarray, np.ndarray]:

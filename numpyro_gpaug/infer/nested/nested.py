@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from typing import Any
 
@@ -37,7 +37,7 @@ from numpyro_gpaug.infer.nested.setup import MOST, CollapsedBounds
 from numpyro_gpaug.infer.vi.checks import check_gaussian, warn_of_units
 from numpyro_gpaug.infer.vi.resolution import check_precision
 from numpyro_gpaug.math.threads import threads_for
-from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.calls import check_count, check_key
 from numpyro_gpaug.model.closures import Version, watched
 from numpyro_gpaug.model.columns import Columns, Labels, labelled
@@ -157,7 +157,7 @@ class NestedVI(Displayed):
 
     def __init__(
         self,
-        model: Callable[..., Any],
+        model: Model,
         *,
         num_samples: int = 1000,
         num_points: int = 512,
@@ -203,7 +203,7 @@ class NestedVI(Displayed):
         self,
         rng_key: Array,
         *args: Any,
-        init_params: dict[str, Any] | None = None,
+        init_params: Values | None = None,
         **kwargs: Any,
     ) -> None:
         """Draw from the posterior.
@@ -344,7 +344,7 @@ class NestedVI(Displayed):
 
     def get_samples(
         self, *, group_by_chain: bool = False, weighted: bool = False
-    ) -> dict[str, Array]:
+    ) -> Values:
         """Return draws of all sites by name: hyperparameters, Gaussian latents and
         deterministic sites, in the shapes of the model, with the groups and steps of
         the fit. Predict new groups, and steps beyond, with ``posterior().predict_y``:
@@ -368,7 +368,7 @@ class NestedVI(Displayed):
             return {k: x.reshape(chains, -1, *x.shape[1:]) for k, x in samples.items()}
         return dict(samples)
 
-    def get_extra_fields(self) -> dict[str, Any]:
+    def get_extra_fields(self) -> Values:
         """Return diagnostics of the run: weights, k-hat, evidence, times.
 
         * ``log_weights``: Pareto-smoothed and normalised, one per weighted draw;
@@ -545,10 +545,7 @@ class NestedVI(Displayed):
 
 
 def _start(
-    hyper: Hyperparameters,
-    init_params: dict[str, Any] | None,
-    arrays: Any,
-    prior: np.ndarray,
+    hyper: Hyperparameters, init_params: Values | None, arrays: Any, prior: np.ndarray
 ) -> np.ndarray:
     """Return the start of the search for the mode, unconstrained.
 

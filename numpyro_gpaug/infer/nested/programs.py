@@ -33,7 +33,7 @@ from numpyro_gpaug.infer.nested.hyperparameters import Hyperparameters, compiled
 from numpyro_gpaug.math.arrays import in_blocks, in_dtype_of
 from numpyro_gpaug.math.compiling import SMALL, jit
 from numpyro_gpaug.math.importance import compensated_sum
-from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.arguments import Arguments, Values
 from numpyro_gpaug.model.closures import watched
 from numpyro_gpaug.model.costs import densities
 from numpyro_gpaug.model.joint import JointView
@@ -79,7 +79,7 @@ class Evaluated(NamedTuple):
     log_prior: Array
     ascent: Array
     loss: Array
-    values: dict[str, Array]
+    values: Values
     factors: Any
     moments: Any
 
@@ -290,7 +290,7 @@ class Programs:
         )
 
     def _log_terms(
-        self, values: dict[str, Array], white: Array, arrays: Any
+        self, values: Values, white: Array, arrays: Any
     ) -> tuple[Array, Trace]:
         """Return log-densities of all data given hyperparameters and whitened latents,
         flat, and the trace of the model."""
@@ -501,7 +501,7 @@ class Programs:
         found = lax.map(of_batch, places.reshape(-1, size))
         return jax.tree.map(lambda x: x.reshape(len(places), *x.shape[2:])[:num], found)
 
-    def _latents(self, trace: Trace, *, deterministic: bool = False) -> dict[str, Any]:
+    def _latents(self, trace: Trace, *, deterministic: bool = False) -> Values:
         """Return values of all sites that are not observed; deterministic sites are
         empty unless they are requested."""
         observed = {site.name for site in self.structure.observed}
@@ -556,7 +556,7 @@ class Programs:
         view = self._at(point, arrays)[1]
         return PriorAt(view.prior, view.links)
 
-    def sites(self, points: Any, z: Any, arrays: Any) -> dict[str, Array]:
+    def sites(self, points: Any, z: Any, arrays: Any) -> Values:
         """Return the values of all sites at draws, without added rows.
 
         :param points: points, (n, d).
@@ -571,7 +571,7 @@ class Programs:
                 found[name] = jnp.asarray(np.asarray(found[name])[cut])
         return found
 
-    def _sites(self, points: Array, z: Array, arrays: Any) -> dict[str, Array]:
+    def _sites(self, points: Array, z: Array, arrays: Any) -> Values:
         """Return values of all sites at draws.
 
         :param points: points, (n, d).
@@ -579,7 +579,7 @@ class Programs:
         :param arrays: array arguments of the model.
         """
 
-        def one(draw: tuple[Array, Array]) -> dict[str, Array]:
+        def one(draw: tuple[Array, Array]) -> Values:
             _, _, log_terms = self._at(draw[0], arrays)
             return self._latents(log_terms(draw[1])[1], deterministic=True)
 

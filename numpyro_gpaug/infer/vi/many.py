@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -30,7 +29,7 @@ from numpyro_gpaug.infer.vi.start import initial_state, opposite_start, read_par
 from numpyro_gpaug.infer.vi.state import unknown_bound
 from numpyro_gpaug.infer.vi.stepper import Stepper
 from numpyro_gpaug.math.sharding import ROWS
-from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.arguments import Arguments, Model
 from numpyro_gpaug.model.joint import Codes
 from numpyro_gpaug.model.responses import in_lanes
 from numpyro_gpaug.model.view import NUM_NODES
@@ -69,7 +68,7 @@ class Fit(NamedTuple):
 
 def fit_lanes(
     settings: Settings,
-    model: Callable[..., Any],
+    model: Model,
     guide: ConjugateGuide,
     arrays: tuple[Array, ...],
     key: Array,

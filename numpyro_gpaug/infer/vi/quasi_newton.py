@@ -40,6 +40,7 @@ from numpyro_gpaug.infer.vi.latent_gaussian import Natural, relative_rounding
 from numpyro_gpaug.infer.vi.lbfgs import Memory
 from numpyro_gpaug.infer.vi.state import ConjugateState, Hyper, flagged, unknown_bound
 from numpyro_gpaug.math.compiling import few
+from numpyro_gpaug.model.arguments import Values
 from numpyro_gpaug.model.latents import Structure
 
 # The largest numbers of pairs of points that define the curvature, in float64 and in
@@ -102,7 +103,7 @@ class Search(NamedTuple):
     ascent: Ascent | tuple[()]
 
 
-def start(values: dict[str, Any], free: int = 0) -> Search:
+def start(values: Values, free: int = 0) -> Search:
     """Return the state before the first evaluation.
 
     :param values: unconstrained params.
@@ -149,7 +150,7 @@ def begins(hyper: Hyper) -> Array | bool:
 
 
 @few
-def moved(hyper: Hyper) -> dict[str, Any]:
+def moved(hyper: Hyper) -> Values:
     """Return hyperparameters after the pending update.
 
     :param hyper: hyperparameters before it.
@@ -183,11 +184,7 @@ def accepts(
 
 
 def accepted(
-    hyper: Hyper,
-    values: dict[str, Any],
-    ascent: dict[str, Any],
-    first: Array,
-    stalled: Array,
+    hyper: Hyper, values: Values, ascent: Values, first: Array, stalled: Array
 ) -> Hyper:
     """Return the next update.
 
@@ -243,7 +240,7 @@ def is_lower(hyper: Hyper, best: Array, bound: Array, rounding: Array) -> Array:
     return jnp.where(jnp.abs(change) <= rounding, gained < 0, change < 0)
 
 
-def improved(hyper: Hyper, values: dict[str, Any], unresolved: Array) -> Hyper:
+def improved(hyper: Hyper, values: Values, unresolved: Array) -> Hyper:
     """Return hyperparameters with the best values so far.
 
     :param hyper: any hyperparameters.
@@ -360,11 +357,11 @@ def goes_on(state: ConjugateState, at: Collapsed) -> Array:
 @few
 def searched(
     state: ConjugateState,
-    values: dict[str, Any],
+    values: Values,
     at: Collapsed,
     further: Array,
-    ascent: dict[str, Any],
-    closed: dict[str, Any],
+    ascent: Values,
+    closed: Values,
 ) -> ConjugateState:
     """Return the state after a step of a search.
 
