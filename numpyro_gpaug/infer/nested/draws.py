@@ -24,13 +24,16 @@ from numpyro_gpaug.infer.nested.programs import Programs
 from numpyro_gpaug.infer.nested.proposal import (
     AT_MODE,
     FROM_PRIOR,
+    Mode,
     Proposal,
     StudentT,
+    another,
+    climb,
+    is_new,
     refined,
 )
 from numpyro_gpaug.infer.nested.refining import Pool, approached, extended
 from numpyro_gpaug.infer.nested.report import Clock
-from numpyro_gpaug.infer.nested.search import Mode, another, climb, is_new
 from numpyro_gpaug.infer.nested.weighted import Weighted, stratified
 from numpyro_gpaug.math.threads import threads_for
 from numpyro_gpaug.model.arguments import Values

@@ -24,7 +24,7 @@ from numpyro_gpaug.infer.vi.checks import (
     warn_of_units,
 )
 from numpyro_gpaug.infer.vi.feeds import Given, InMemory
-from numpyro_gpaug.infer.vi.loop import copied
+from numpyro_gpaug.infer.vi.loop import LEAST_RISE, Stop, copied
 from numpyro_gpaug.infer.vi.plan import CHUNK, LBFGS, Plan, Settings, constrained
 from numpyro_gpaug.infer.vi.programs import Programs
 from numpyro_gpaug.infer.vi.progress import Guard, Progress
@@ -39,7 +39,6 @@ from numpyro_gpaug.infer.vi.resolution import (
 from numpyro_gpaug.infer.vi.result import ConjugateResult
 from numpyro_gpaug.infer.vi.schedules import Schedule
 from numpyro_gpaug.infer.vi.state import ConjugateState, unknown_bound
-from numpyro_gpaug.infer.vi.stopping import LEAST_RISE, Stop
 from numpyro_gpaug.math.arrays import in_dtype_of
 from numpyro_gpaug.math.processes import all_or_none, spans_processes
 from numpyro_gpaug.math.sharding import check_shards, on_mesh, partitioned, rows_mesh
