@@ -99,7 +99,7 @@ def test_draws_from_the_prior_are_those_of_jax_at_the_same_keys():
     guide, arguments = gpaug.AutoLatentGaussian(model), Arguments.split((0.3,), {})
     structure = guide.setup(0.3).structure
     hyper = Hyperparameters(model, structure, arguments)
-    found = hyper.prior_draws(arguments.arrays, 3, np.random.default_rng(0))
+    found = hyper.prior_draws(arguments, 3, np.random.default_rng(0))
     words = np.random.default_rng(0).integers(2**32, size=(3, 2), dtype=np.uint32)
     for draw, word in zip(found, words, strict=True):
         key = jax.random.wrap_key_data(word, impl="threefry2x32")
@@ -152,7 +152,7 @@ def test_sparse_processes_are_collapsed_as_draws_are_weighed(x64, projected):
     arguments = Arguments.split(given, kwargs)
     bound = CollapsedBounds(model, projected=projected).at(arguments, given, kwargs)
     at = {"length": jnp.array(0.3)}
-    found = jax.jit(bound)(at, {"length": jnp.array(1.0)}, arguments.arrays)
+    found = jax.jit(bound)(at, {"length": jnp.array(1.0)}, arguments)
     cross = gram(gpaug.kernels.Matern52(0.3), Z, X)
     K = gram(gpaug.kernels.Matern52(0.3), Z, Z)
     Q = cross.T @ np.linalg.solve(K, cross)
@@ -738,13 +738,11 @@ def test_weights_of_many_data_in_float32():
             bound = CollapsedBounds(model, projected=True).at(arguments, given, {})
             programs = Programs(bound, arguments, 6)
             point = jnp.asarray([-0.4], dtype)
-            arrays = arguments.arrays
-            start = programs.no_start(arrays)
+            start = programs.no_start(arguments)
             widths = jnp.asarray(np.linspace(1, 1.5, 6)[None], dtype)
-            at = programs.evaluate(point[None], start, arrays, gradient=False)
-            drawn = programs.draw(
-                point[None], at.factors, jnp.asarray(noise[None], dtype), widths, arrays
-            )
+            at = programs.evaluate(point[None], start, arguments, gradient=False)
+            given = at.factors, jnp.asarray(noise[None], dtype), widths, arguments
+            drawn = programs.draw(point[None], *given)
             total = sum(np.asarray(x[0], float) for x in (drawn.total, drawn.lost))
             answers.append(total - total[0])
     assert np.ptp(answers[1]) > 0.1
@@ -792,12 +790,12 @@ def test_draws_of_correlated_predictors_are_from_the_gaussian_that_was_found(
     values = {"tau": jnp.asarray(0.8)}
 
     @jax.jit
-    def gaussians(arrays):
-        view = bound.view(values, arrays)
-        found = bound.settle(bound.problem(values, arrays, learns=False))
+    def gaussians(arguments):
+        view = bound.view(values, arguments)
+        found = bound.settle(bound.problem(values, arguments, learns=False))
         return found.moments, moments_given(found.factors, view)
 
-    settled, drawn = gaussians(arguments.arrays)
+    settled, drawn = gaussians(arguments)
     np.testing.assert_allclose(drawn.mean, settled.mean, atol=5e-4)
     covariances = (q.unwhiten(jnp.eye(q.mean.shape[-1])) for q in (settled, drawn))
     expected, found = (s.mT @ s for s in covariances)

@@ -320,8 +320,8 @@ class EllipticalSlice(GaussianKernel):
     ) -> tuple[tuple[Any, ...], tuple[Geometry, ...], Parted]:
         if self._blocks is not None:
             return self._independent(self._blocks, view)
-        guide, static = AutoLatentGaussian(self._model), view.arguments.static
-        bound = CollapsedBound(guide, self.structure, static, projected=True)
+        guide = AutoLatentGaussian(self._model)
+        bound = CollapsedBound(guide, self.structure, projected=True)
         problem = LatentGaussian.seen(view, "exact", 0.0, learns=False)
         q = bound.settle(problem, None, LEAST_GAIN).moments
         map_ = None if view.by_functions else view.of_density.matrices

@@ -80,7 +80,6 @@ class CollapsedBound:
 
     :param guide: the guide of the model, set up.
     :param structure: the structure of the model at these arguments.
-    :param static: the model's arguments that are not arrays.
     :param projected: whether inducing values of sparse processes determine the function
         values, as in the model that weighs draws. Otherwise function values keep their
         variance given the inducing values, and the bound is a bound for the process
@@ -91,34 +90,36 @@ class CollapsedBound:
         self,
         guide: AutoLatentGaussian,
         structure: Structure,
-        static: Any,
         *,
         projected: bool,
     ) -> None:
-        self.guide, self.structure, self._static = guide, structure, static
+        self.guide, self.structure = guide, structure
         self._projected = projected and bool(structure.functions)
         self._starts_augmented = starts_augmented(structure)
         self._value = self._differentiable()
 
-    def __call__(self, values: Values, steps: dict[str, Array], arrays: Any) -> Array:
+    def __call__(
+        self, values: Values, steps: dict[str, Array], data: Arguments
+    ) -> Array:
         """Return the bound, which can be differentiated twice in the hyperparameters.
 
         :param values: constrained hyperparameters and params by name.
         :param steps: the change of each value for a unit change of its unconstrained
             value.
-        :param arrays: array arguments of the model.
+        :param data: the model's arguments.
         """
-        return self._value(values, jax.lax.stop_gradient(steps), arrays)
+        return self._value(values, jax.lax.stop_gradient(steps), data)
 
-    def view(self, values: Values, arrays: Any) -> JointView:
+    def view(self, values: Values, data: Arguments) -> JointView:
         """Return the view of the model by its guide at given hyperparameters."""
-        arguments = Arguments(arrays, self._static)
         guide, key = self.guide, random.key(0)
-        return guide.view(self.structure, guide.model, arguments, values, key)
+        return guide.view(self.structure, guide.model, data, values, key)
 
-    def problem(self, values: Values, arrays: Any, *, learns: bool) -> LatentGaussian:
+    def problem(
+        self, values: Values, data: Arguments, *, learns: bool
+    ) -> LatentGaussian:
         """Return the closed-form problem at given hyperparameters."""
-        view = self.view(values, arrays)
+        view = self.view(values, data)
         found = LatentGaussian.seen(view, "exact", 0.0, learns=learns)
         if not self._projected:
             return found
@@ -182,7 +183,7 @@ class CollapsedBound:
     def with_pullback(
         self,
         values: Values,
-        arrays: Any,
+        data: Arguments,
         start: Start | None = None,
         tolerance: Any = TOLERANCE,
     ) -> tuple[Array, Callable[[], dict[str, Array]], Settled]:
@@ -190,12 +191,12 @@ class CollapsedBound:
         the Gaussian.
 
         :param values: constrained hyperparameters and params by name.
-        :param arrays: array arguments of the model.
+        :param data: the model's arguments.
         :param start: factors to start from, if there are any.
         :param tolerance: the rise in nats that ends the moves.
         """
         problem, pullback = vjp(
-            lambda values: self.problem(values, arrays, learns=True), values
+            lambda values: self.problem(values, data, learns=True), values
         )
         found = self.settle(problem, start, tolerance)
 
@@ -204,36 +205,36 @@ class CollapsedBound:
 
         return found.evaluation.bound, gradient, found
 
-    def shapes(self, values: Values, arrays: Any) -> Any:
-        """Return the shapes of the factors in a :class:`Start`; values and arrays may
+    def shapes(self, values: Values, data: Arguments) -> Any:
+        """Return the shapes of the factors in a :class:`Start`; values and data may
         be shapes, too."""
 
-        def factors(values: Any, arrays: Any) -> Any:
-            return _first_factors(self.view(values, arrays).maps()[JOINT])
+        def factors(values: Any, data: Arguments) -> Any:
+            return _first_factors(self.view(values, data).maps()[JOINT])
 
-        return jax.eval_shape(factors, values, arrays)
+        return jax.eval_shape(factors, values, data)
 
     def _differentiable(self) -> Callable[..., Array]:
         # NUTS evaluates the collapsed model a few times outside of any program, to find
         # its sites and a start. Operation by operation, that would compile more than
         # two hundred programs.
         @jit
-        def settled_bound(values: Any, arrays: Any) -> Array:
-            problem = self.problem(values, arrays, learns=False)
+        def settled_bound(values: Any, data: Arguments) -> Array:
+            problem = self.problem(values, data, learns=False)
             return self.settle(problem).evaluation.bound
 
         @jit
-        def bound_and_gradient(values: Any, arrays: Any) -> Any:
-            bound, gradient, _ = self.with_pullback(values, arrays)
+        def bound_and_gradient(values: Any, data: Arguments) -> Any:
+            bound, gradient, _ = self.with_pullback(values, data)
             return bound, gradient()
 
         @jax.custom_jvp
-        def value(values: Any, steps: Any, arrays: Any) -> Array:
-            return settled_bound(values, arrays)
+        def value(values: Any, steps: Any, data: Arguments) -> Array:
+            return settled_bound(values, data)
 
         @jax.custom_jvp
-        def with_gradient(values: Any, steps: Any, arrays: Any) -> Any:
-            return bound_and_gradient(values, arrays)
+        def with_gradient(values: Any, steps: Any, data: Arguments) -> Any:
+            return bound_and_gradient(values, data)
 
         def value_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
             moved = _moves(primals[0], tangents)
@@ -241,11 +242,11 @@ class CollapsedBound:
             return bound, _inner(gradient, moved)
 
         def gradient_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
-            values, steps, arrays = primals
+            values, steps, data = primals
             moved = _moves(values, tangents)
             bound, gradient = with_gradient(*primals)
             curvature = _differences(
-                lambda values: with_gradient(values, steps, arrays)[1], values, steps
+                lambda values: with_gradient(values, steps, data)[1], values, steps
             )
             flat, unravel = ravel_pytree(moved)
             turned = unravel(curvature @ flat)
@@ -295,8 +296,8 @@ def _first_factors(map_: Any) -> Any:
 
 def _moves(values: Values, tangents: Any) -> Values:
     """Return tangents of the hyperparameters; there must be no others."""
-    moved, _, data = tangents
-    leaves = jax.tree.leaves(data, is_leaf=_is_zero)
+    moved, _, of_data = tangents
+    leaves = jax.tree.leaves(of_data, is_leaf=_is_zero)
     if not all(map(_is_zero, leaves)):
         raise NotImplementedError(
             "the collapsed bound has derivatives only with respect to the "

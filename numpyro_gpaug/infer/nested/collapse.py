@@ -160,7 +160,7 @@ class CollapsedModel:
             args, kwargs = arguments.merge()  # NumPy arrays become JAX arrays
             trace = declared(self.model, bound.structure, args, kwargs)
             values = {name: site["value"] for name, site in trace.items()}
-            numpyro.factor(SITE, bound(values, sizes(trace), arguments.arrays))
+            numpyro.factor(SITE, bound(values, sizes(trace), arguments))
         if is_traced((values, arguments)):
             self._compiled = self._version
 
@@ -188,7 +188,7 @@ class CollapsedModel:
         check_count("num_points", num_points)
         with in_dtype_of(self._dtype_of(samples)), self._running():
             arguments, programs = self._read(args, kwargs)
-            at = AtDraws(programs, arguments.arrays, samples)
+            at = AtDraws(programs, arguments, samples)
             values, moments = at.gaussians(num_points)
             return mixture(programs, arguments, values, moments)
 
@@ -210,7 +210,7 @@ class CollapsedModel:
         check_key(key)
         with in_dtype_of(self._dtype_of(samples)), self._running():
             arguments, programs = self._read(args, kwargs)
-            return AtDraws(programs, arguments.arrays, samples).sites(key)
+            return AtDraws(programs, arguments, samples).sites(key)
 
     def _read(self, args: Any, kwargs: Any) -> tuple[Arguments, Programs]:
         check_arguments(self.model, args, kwargs)
@@ -272,16 +272,16 @@ class AtDraws:
     """The Gaussian at draws of the hyperparameters of a collapsed model.
 
     :param programs: programs of the model at its arguments.
-    :param arrays: array arguments.
+    :param data: the model's arguments.
     :param samples: hyperparameters by name, (draws, ...); others are ignored.
     :raises ValueError: for draws that are missing or not of these shapes.
     """
 
-    def __init__(self, programs: Programs, arrays: Any, samples: Values) -> None:
-        self._programs, self._arrays = programs, arrays
+    def __init__(self, programs: Programs, data: Arguments, samples: Values) -> None:
+        self._programs, self._data = programs, data
         self._largest = programs.structure.largest
-        self.points = _unconstrained(programs.hyper, arrays, samples)
-        self._start = programs.no_start(arrays)
+        self.points = _unconstrained(programs.hyper, data, samples)
+        self._start = programs.no_start(data)
         with threads_for(self._largest):
             self._start = Start(self._at(self.points[:1]).factors, np.ones(1, bool))
 
@@ -295,7 +295,7 @@ class AtDraws:
         chosen = np.arange(min(num, total)) * total // min(num, total)
         with threads_for(self._largest):
             _, values, moments = self._programs.gaussians(
-                self.points[chosen], self._start, self._arrays
+                self.points[chosen], self._start, self._data
             )
             return values, moments
 
@@ -305,28 +305,30 @@ class AtDraws:
 
         :param key: random key.
         """
-        programs, arrays = self._programs, self._arrays
+        programs, data = self._programs, self._data
         shape = len(self.points), programs.structure.form.rank
         noise = np.asarray(random.normal(key, shape, programs.structure.dtype))
         # One point after another, because the covariances of all points may not fit in
         # memory.
         with threads_for(self._largest):
             z = [
-                programs.drawn(point, self._at(point[None]).factors, each, arrays)
+                programs.drawn(point, self._at(point[None]).factors, each, data)
                 for point, each in zip(self.points, noise, strict=True)
             ]
             points = jnp.asarray(self.points, programs.hyper.dtype)
-            found = programs.sites(points, np.stack(z), arrays)
+            found = programs.sites(points, np.stack(z), data)
             return jax.block_until_ready(found)
 
     def _at(self, points: np.ndarray) -> Evaluated:
         """Return the Gaussian at one point, (1, d)."""
-        return self._programs.evaluate(points, self._start, self._arrays, gradient=True)
+        return self._programs.evaluate(points, self._start, self._data, gradient=True)
 
 
-def _unconstrained(hyper: Hyperparameters, arrays: Any, samples: Values) -> np.ndarray:
+def _unconstrained(
+    hyper: Hyperparameters, data: Arguments, samples: Values
+) -> np.ndarray:
     flat = jax.ShapeDtypeStruct((hyper.size,), hyper.dtype)
-    wanted = jax.eval_shape(lambda flat: hyper.values(flat, arrays)[0], flat)
+    wanted = jax.eval_shape(lambda flat: hyper.values(flat, data)[0], flat)
     if missing := sorted(set(wanted) - set(samples)):
         raise ValueError(
             f"samples lack draws of the hyperparameters {missing}. They contain "
@@ -345,4 +347,4 @@ def _unconstrained(hyper: Hyperparameters, arrays: Any, samples: Values) -> np.n
     if not draws:
         return np.zeros((1, 0))
     free = compiled(jax.vmap(hyper.flatten, in_axes=(0, None)))
-    return np.asarray(free(draws, arrays), float)
+    return np.asarray(free(draws, data), float)

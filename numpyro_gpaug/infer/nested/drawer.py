@@ -16,6 +16,7 @@ from numpyro_gpaug.infer.nested.bound import Start
 from numpyro_gpaug.infer.nested.hyperparameters import Hyperparameters
 from numpyro_gpaug.infer.nested.known import KNOWN, Known
 from numpyro_gpaug.infer.nested.programs import ENOUGH, Drawn, Evaluated, Programs
+from numpyro_gpaug.model.arguments import Arguments
 
 # The quantile of the losses at points with known factors that is used as the loss at
 # other points, and the smallest number of such losses.
@@ -35,18 +36,18 @@ def generator(key: Array, stream: int) -> np.random.Generator:
 
 
 def prior_draws(
-    hyper: Hyperparameters, arrays: Any, num: int, rng: np.random.Generator
+    hyper: Hyperparameters, data: Arguments, num: int, rng: np.random.Generator
 ) -> np.ndarray:
     """Draw from the prior, unconstrained, (n, size). There are no draws if the prior is
     improper, or if most draws overflow.
 
     :param hyper: the hyperparameters.
-    :param arrays: array arguments of the model.
+    :param data: the model's arguments.
     :param num: the number of draws, of which finite ones are kept.
     :param rng: random numbers.
     """
     try:
-        found = hyper.prior_draws(arrays, num, rng)
+        found = hyper.prior_draws(data, num, rng)
     except NotImplementedError:
         return np.zeros((0, hyper.size))
     found = found[np.isfinite(found).all(-1)]
@@ -110,7 +111,7 @@ class Drawer:
     the nearest known factors.
 
     :param programs: the programs.
-    :param arrays: array arguments of the model.
+    :param data: the model's arguments.
     :param rng: random numbers.
     :param bar: a progress bar.
     :ivar apart: the groups that are weighted separately; ``None`` without such groups.
@@ -122,13 +123,13 @@ class Drawer:
     """
 
     def __init__(
-        self, programs: Programs, arrays: Any, rng: np.random.Generator, bar: Any
+        self, programs: Programs, data: Arguments, rng: np.random.Generator, bar: Any
     ) -> None:
         self.apart: Apart | None = None
         self.shift = np.zeros(0)
-        self.programs, self.arrays, self._bar = programs, arrays, bar
+        self.programs, self.data, self._bar = programs, data, bar
         self._rng = rng
-        self._none = programs.no_start(arrays)
+        self._none = programs.no_start(data)
         self.start = self._none
         self.best, self.evaluations = -np.inf, 0
         self.known = Known(self._none, programs.hyper.size)
@@ -154,7 +155,7 @@ class Drawer:
         factors, sizes = self.found(point).factors, structure.form.independent
 
         def terms(noise: np.ndarray) -> np.ndarray:
-            return self.programs.terms(point, factors, noise, self.arrays)[1]
+            return self.programs.terms(point, factors, noise, self.data)[1]
 
         group = group_of_terms(terms, sizes, self._rng)
         if group is not None:
@@ -176,7 +177,7 @@ class Drawer:
         """
         start = Start(factors, KNOWN)
         self.evaluations += 1
-        return self.programs.evaluate(point[None], start, self.arrays, gradient=False)
+        return self.programs.evaluate(point[None], start, self.data, gradient=False)
 
     def draw_from(self, point: np.ndarray, modes: list[tuple[Any, float]]) -> None:
         """Draw from the mixture of the Gaussians of several modes from now on.
@@ -343,7 +344,7 @@ class Drawer:
         :param apart: with such groups, the uniform numbers of their candidates, and the
             shift of the border.
         """
-        programs, arrays, num = self.programs, self.arrays, len(points)
+        programs, data, num = self.programs, self.data, len(points)
         filled = np.minimum(np.arange(programs.chunk), num - 1)
         each = [g.known.factors(g.rows[filled]) for g in gaussians]
         points = points[filled].astype(programs.hyper.dtype)
@@ -352,15 +353,13 @@ class Drawer:
             factors = jax.tree.map(lambda *x: np.stack(x, 1), *each)
             chosen = self._rng.choice(len(each), noise.shape[:2], p=self._shares)
             shares = np.log(self._shares).astype(noise.dtype)
-            drawn = programs.draw_mixed(
-                points, factors, chosen, *numbers, shares, arrays
-            )
+            drawn = programs.draw_mixed(points, factors, chosen, *numbers, shares, data)
         elif self.apart is not None:
             drawn = programs.draw_apart(
-                points, each[0], *numbers, *apart, self.apart.group, arrays
+                points, each[0], *numbers, *apart, self.apart.group, data
             )
         else:
-            drawn = programs.draw(points, each[0], *numbers, arrays)
+            drawn = programs.draw(points, each[0], *numbers, data)
         return jax.tree.map(lambda x: np.asarray(x)[:num], drawn)
 
     def _find(
@@ -395,14 +394,14 @@ class Drawer:
         """Return the Gaussian at points. If one is not finite, or has a negligible
         density, its search may have started from unsuitable factors, and is repeated
         from the prior."""
-        programs, arrays = self.programs, self.arrays
+        programs, data = self.programs, self.data
         self.evaluations += len(points)
         start = known.start(rows)
-        found = programs.evaluate(points, start, arrays, gradient=gradient)
+        found = programs.evaluate(points, start, data, gradient=gradient)
         good = self._good(found)
         if not good.all() and start.known.any():
             none = jax.tree.map(lambda x: np.repeat(x, len(points), 0), self._none)
-            anew = programs.evaluate(points, none, arrays, gradient=gradient)
+            anew = programs.evaluate(points, none, data, gradient=gradient)
             self.evaluations += len(points)
             old, new = (np.asarray(x.bound) for x in (found, anew))
             better = ~good & np.isfinite(new) & ~(new <= old)

@@ -36,7 +36,7 @@ from numpyro_gpaug.infer.nested.refining import Pool, approached, extended
 from numpyro_gpaug.infer.nested.report import Clock
 from numpyro_gpaug.infer.nested.weighted import Weighted, stratified
 from numpyro_gpaug.math.threads import threads_for
-from numpyro_gpaug.model.arguments import Values
+from numpyro_gpaug.model.arguments import Arguments, Values
 
 # Numbers of points from which the proposal and the width are learnt: for each
 # hyperparameter, and the upper limit; and the share of them that comes from the prior.
@@ -53,7 +53,7 @@ class Run:
     """The draws of a run.
 
     :param programs: programs of the model at its arguments.
-    :param arrays: array arguments of the model.
+    :param data: the model's arguments.
     :param weighted: the draws of hyperparameters, and all weights.
     :param z: whitened latents, (n, draws, size).
     :param values: values of all sites at the draws, by name, (n, draws, ...); only the
@@ -74,7 +74,7 @@ class Run:
     """
 
     programs: Programs
-    arrays: Any
+    data: Arguments
     weighted: Weighted
     z: np.ndarray
     values: Values
@@ -130,7 +130,7 @@ class Run:
         :param points: unconstrained hyperparameters, (n, d).
         :param z: whitened latents, (n, size).
         """
-        given = jnp.asarray(points, self.programs.hyper.dtype), z, self.arrays
+        given = jnp.asarray(points, self.programs.hyper.dtype), z, self.data
         size = self.programs.structure.largest
         part = self.clock.part("values of sites")
         with part, threads_for(size), self.programs.running():
@@ -157,7 +157,7 @@ class Run:
         programs = self.programs
         with threads_for(programs.structure.largest):
             found = [
-                programs.gaussians(points, start, self.arrays) for start in self.starts
+                programs.gaussians(points, start, self.data) for start in self.starts
             ]
         if len(found) == 1:
             return log_weights, *found[0][1:]
@@ -189,7 +189,7 @@ def _without_failures(x: np.ndarray) -> np.ndarray:
 def integrated(
     programs: Programs,
     key: Array,
-    arrays: Any,
+    data: Arguments,
     start: np.ndarray,
     prior: np.ndarray,
     clock: Clock,
@@ -201,7 +201,7 @@ def integrated(
 
     :param programs: programs of the model.
     :param key: random key.
-    :param arrays: array arguments of the model.
+    :param data: the model's arguments.
     :param start: the point at which the search for the mode starts.
     :param prior: unconstrained draws of the prior, if any.
     :param clock: measures the seconds.
@@ -212,7 +212,7 @@ def integrated(
     draws, num = programs.num_draws, min(EACH * (1 + start.size), FIRST)
     precise = programs.hyper.dtype == np.float64
     with tqdm(total=num + num_points, disable=not progress_bar, desc="mode") as bar:
-        drawer = Drawer(programs, arrays, rng, bar)
+        drawer = Drawer(programs, data, rng, bar)
         with clock.part("mode and curvature"):
             modes = [climb(drawer.evaluate, start, precise)]
             known, found = drawer.known, searched(drawer, modes[0].point, rng)
@@ -258,7 +258,7 @@ def integrated(
                 pool, weighted, components[0], num_points, programs.chunk
             )
     return Run(
-        programs, arrays, weighted, *pool.drawn, clock, drawer.evaluations, width,
+        programs, data, weighted, *pool.drawn, clock, drawer.evaluations, width,
         f"Importance sampling{drawer.weighed}", int(rng.integers(2**32)), modes,
         drawer.starts, found,
     )  # fmt: skip
@@ -268,7 +268,7 @@ def integrated(
 def sampled(
     programs: Programs,
     key: Array,
-    arrays: Any,
+    data: Arguments,
     start: np.ndarray,
     prior: np.ndarray,
     clock: Clock,
@@ -280,7 +280,7 @@ def sampled(
     sampling allows; parameters as for :func:`integrated`."""
     draws, rng = programs.num_draws, generator(key, 1)
     with clock.part("NUTS on the collapsed model"):
-        kernel = NUTS(potential_fn=lambda point: -programs.log_collapsed(point, arrays))
+        kernel = NUTS(potential_fn=lambda point: -programs.log_collapsed(point, data))
         mcmc = MCMC(
             kernel, num_warmup=WARMUP, num_samples=num_points,
             progress_bar=progress_bar,
@@ -293,7 +293,7 @@ def sampled(
         points = np.asarray(mcmc.get_samples(), float)
         steps = int(np.sum(mcmc.get_extra_fields()["num_steps"]))
     with tqdm(total=num_points, disable=not progress_bar, desc="draws") as bar:
-        drawer = Drawer(programs, arrays, rng, bar)
+        drawer = Drawer(programs, data, rng, bar)
         with clock.part("draws"):
             mean = points.mean(0)
             value, _ = drawer.evaluate(mean)
@@ -314,7 +314,7 @@ def sampled(
         f"many for importance sampling; {WARMUP} steps of warm-up), reweighted"
     )
     return Run(
-        programs, arrays, weighted, drawn.z, drawn.sites, clock,
+        programs, data, weighted, drawn.z, drawn.sites, clock,
         drawer.evaluations + steps, 1.0, way, int(rng.integers(2**32)), [mode],
         drawer.starts, found, independence=min(1.0, float(worth)),
     )  # fmt: skip

@@ -66,16 +66,16 @@ def corrected(run: Run, programs: Programs, key: Array, num_samples: int) -> Cor
     :param key: random key.
     :param num_samples: the number of draws of all chains together.
     """
-    arrays, component = run.arrays, run.modes[0].component
+    data, component = run.data, run.modes[0].component
     dtype = programs.hyper.dtype
     centre, axes = (jnp.asarray(x, dtype) for x in component[:2])
 
     at_mode = programs.evaluate(
-        component.mode[None], run.starts[0], arrays, gradient=True
+        component.mode[None], run.starts[0], data, gradient=True
     )
     q = jax.tree.map(lambda x: x[0], at_mode.moments)
     mode = jnp.asarray(component.mode, dtype)
-    prior = jax.jit(programs.prior)(mode, arrays)
+    prior = jax.jit(programs.prior)(mode, data)
 
     def placed(draw: dict[str, Array]) -> tuple[Array, Array]:
         white = programs.white(prior, q, draw["noise"])
@@ -84,7 +84,7 @@ def corrected(run: Run, programs: Programs, key: Array, num_samples: int) -> Cor
     # NumPyro initialises chains operation by operation.
     @jax.jit
     def potential(draw: dict[str, Array]) -> Array:
-        return -programs.log_joint(*placed(draw), arrays)
+        return -programs.log_joint(*placed(draw), data)
 
     rng = np.random.default_rng(run.seed)
     chosen = run.weighted.resampled(CHAINS, rng) // run.weighted.log_ratios.shape[1]

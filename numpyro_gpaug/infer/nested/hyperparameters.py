@@ -109,21 +109,20 @@ class Hyperparameters:
         self, model: Model, structure: Structure, arguments: Arguments
     ) -> None:
         self._model, self._structure = model, structure
-        self._static = arguments.static
         self.names = structure.others
         known = dict(structure.shapes)
         zeros = {k: np.zeros(known[k]) for k in self.names}
-        self.shapes, free = jax.eval_shape(self._both, zeros, arguments.arrays)
+        self.shapes, free = jax.eval_shape(self._both, zeros, arguments)
         flat = jax.eval_shape(lambda free: ravel_pytree(free)[0], free)
         self.size, self.dtype = flat.size, flat.dtype
         self._zeros = {k: np.zeros(s.shape, s.dtype) for k, s in free.items()}
         self.medians = compiled(self._medians)
         self._draws = compiled(self._drawn)
 
-    def _trace(self, arrays: Any, key: Array, **filled: Any) -> Trace:
+    def _trace(self, given: Arguments, key: Array, **filled: Any) -> Trace:
         """Return the sites at values that NumPyro's ``substitute`` fills in; others are
         drawn."""
-        args, kwargs = Arguments(arrays, self._static).merge()
+        args, kwargs = given.merge()
 
         def model(*args: Any, **kwargs: Any) -> Trace:
             return declared(self._model, self._structure, args, kwargs)
@@ -132,12 +131,12 @@ class Hyperparameters:
             seeded = handlers.seed(model, key)
             return handlers.substitute(seeded, **filled)(*args, **kwargs)
 
-    def values(self, flat: Array, arrays: Any) -> tuple[Values, Array]:
+    def values(self, flat: Array, data: Arguments) -> tuple[Values, Array]:
         """Return constrained values by name, and the log-density of the unconstrained
         ones under the prior.
 
         :param flat: unconstrained values, (size,).
-        :param arrays: array arguments of the model.
+        :param data: the model's arguments.
         """
         jacobians: list[Array] = []
         _, unravel = ravel_pytree(self._zeros)
@@ -153,7 +152,7 @@ class Hyperparameters:
             jacobians.append(jnp.sum(volume))
             return value
 
-        trace = self._trace(arrays, jax.random.key(0), substitute_fn=filled)
+        trace = self._trace(data, jax.random.key(0), substitute_fn=filled)
         total = jnp.zeros((), self.dtype) + sum(jacobians)
         for site in trace.values():
             density = site["fn"].log_prob(site["value"])
@@ -161,48 +160,48 @@ class Hyperparameters:
             total = total + jnp.sum(scale * density)
         return {k: trace[k]["value"] for k in self.names}, total
 
-    def steps(self, values: Values, arrays: Any) -> Values:
+    def steps(self, values: Values, data: Arguments) -> Values:
         """See :func:`sizes`."""
-        trace = self._trace(arrays, jax.random.key(0), data=values)
+        trace = self._trace(data, jax.random.key(0), data=values)
         return lax.stop_gradient(sizes(trace))
 
-    def _both(self, values: Values, arrays: Any) -> tuple[Any, Any]:
+    def _both(self, values: Values, data: Arguments) -> tuple[Any, Any]:
         """Return constrained values in the form of the model, and unconstrained
         ones."""
-        trace = self._trace(arrays, any_key(), data=values)
+        trace = self._trace(data, any_key(), data=values)
         return {k: jnp.asarray(trace[k]["value"]) for k in self.names}, _free(trace)
 
     @one_thread
-    def flatten(self, values: Values, arrays: Any) -> Array:
+    def flatten(self, values: Values, data: Arguments) -> Array:
         """Return constrained values as an unconstrained vector."""
-        return ravel_pytree(self._both(values, arrays)[1])[0]
+        return ravel_pytree(self._both(values, data)[1])[0]
 
     def prior_draws(
-        self, arrays: Any, num: int, rng: np.random.Generator
+        self, data: Arguments, num: int, rng: np.random.Generator
     ) -> np.ndarray:
         """Draw unconstrained values from the prior, (num, size).
 
-        :param arrays: array arguments of the model.
+        :param data: the model's arguments.
         :param num: number of draws.
         :param rng: random numbers.
         :raises NotImplementedError: for an improper prior.
         """
         numbers = rng.integers(2**32, size=(num, 2), dtype=np.uint32)
-        return np.asarray(self._draws(arrays, numbers), float)
+        return np.asarray(self._draws(data, numbers), float)
 
-    def _medians(self, arrays: Any, key: Array) -> Array:
+    def _medians(self, data: Arguments, key: Array) -> Array:
         median = MedianStart(key)
 
         def start(site: dict[str, Any]) -> Any:
             # Latents in a scan already have a value, which is zero.
             return None if site["value"] is not None else median(site)
 
-        return ravel_pytree(_free(self._trace(arrays, key, substitute_fn=start)))[0]
+        return ravel_pytree(_free(self._trace(data, key, substitute_fn=start)))[0]
 
-    def _drawn(self, arrays: Any, numbers: Array) -> Array:
+    def _drawn(self, data: Arguments, numbers: Array) -> Array:
         def one(number: Array) -> Array:
             key = jax.random.wrap_key_data(number, impl="threefry2x32")
-            return ravel_pytree(_free(self._trace(arrays, key, data={})))[0]
+            return ravel_pytree(_free(self._trace(data, key, data={})))[0]
 
         return jax.vmap(one)(numbers)
 

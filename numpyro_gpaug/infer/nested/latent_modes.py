@@ -61,7 +61,7 @@ def searched(drawer: Drawer, point: np.ndarray, rng: np.random.Generator) -> Sea
     :param point: unconstrained hyperparameters, (d,).
     :param rng: random numbers.
     """
-    programs, arrays = drawer.programs, drawer.arrays
+    programs, data = drawer.programs, drawer.data
     structure = programs.structure
     if not structure.size or all(s.log_concave for s in structure.observed):
         return Searched(concave=True)
@@ -69,9 +69,9 @@ def searched(drawer: Drawer, point: np.ndarray, rng: np.random.Generator) -> Sea
     if concave:
         return Searched(concave=True)
     white = rng.normal(size=(FROM_PRIOR, structure.form.rank))
-    prior = programs.from_white(point, white, arrays)
+    prior = programs.from_white(point, white, data)
     own, all_ = drawer.found(point), np.concatenate([along, prior])
-    starts = programs.factors_at(point, own.factors, all_, arrays)
+    starts = programs.factors_at(point, own.factors, all_, data)
     found = [_Mode.of(own)]
     number = len(along) + FROM_PRIOR
     for i in range(number):
@@ -125,11 +125,11 @@ def _along_lines(
     :param point: unconstrained hyperparameters, (d,).
     :param rng: random numbers.
     """
-    programs, arrays = drawer.programs, drawer.arrays
+    programs, data = drawer.programs, drawer.data
     size, dtype = programs.structure.form.rank, programs.structure.dtype
     steps = np.concatenate([-REACH[::-1], [0.0], REACH])
     factors = drawer.found(point).factors
-    _, terms, _ = programs.terms(point, factors, np.zeros((1, size)), arrays)
+    _, terms, _ = programs.terms(point, factors, np.zeros((1, size)), data)
     room = ROOM // (len(steps) * (terms.shape[1] + size))
     number = int(np.clip(room, 2, LINES))
     # Along single latents, and along all latents at once.
@@ -141,7 +141,7 @@ def _along_lines(
     concave, found = True, []
     for direction in np.concatenate([own, mixed]):
         noise = (steps[:, None] * direction).astype(dtype)
-        z, terms, squares = programs.terms(point, factors, noise, arrays)
+        z, terms, squares = programs.terms(point, factors, noise, data)
         concave &= _is_concave(terms, steps)
         total = terms.sum(1) - 0.5 * squares
         total = np.where(np.isfinite(total), total, -np.inf)

@@ -299,8 +299,8 @@ class NestedVI(Displayed):
             programs = self._programs_at(bound, arguments)
         with clock.part("prior"):
             hyper, num = programs.hyper, FIRST + self.num_points
-            prior = prior_draws(hyper, arguments.arrays, num, generator(rng_key, 0))
-            start = _start(hyper, init_params, arguments.arrays, prior)
+            prior = prior_draws(hyper, arguments, num, generator(rng_key, 0))
+            start = _start(hyper, init_params, arguments, prior)
         if not 0 < hyper.size <= MOST:
             # NUTS on the collapsed model would be NUTS on the model itself.
             check_gaussian(programs.structure)
@@ -308,13 +308,13 @@ class NestedVI(Displayed):
         with threads_for(programs.structure.largest):
             try:
                 run = way(
-                    programs, rng_key, arguments.arrays, start, prior, clock,
+                    programs, rng_key, arguments, start, prior, clock,
                     num_points=self.num_points, progress_bar=self.progress_bar,
                 )  # fmt: skip
             except CholeskyError:
-                first = programs.first(start, arguments.arrays)
+                first = programs.first(start, arguments)
                 check_precision(first, bound.structure)
-                trace = programs.trace(start, arguments.arrays)
+                trace = programs.trace(start, arguments)
                 check_trace(trace, programs.structure)
                 raise
             if self.correct == "mcmc" and not run.certified:
@@ -467,14 +467,14 @@ class NestedVI(Displayed):
         if not self._labels:
             return found
 
-        def view(arrays: Any) -> JointView:
+        def view(data: Arguments) -> JointView:
             hyper = programs.hyper
-            values, _ = hyper.values(jnp.zeros(hyper.size, hyper.dtype), arrays)
-            return programs.bound.view(values, arrays)
+            values, _ = hyper.values(jnp.zeros(hyper.size, hyper.dtype), data)
+            return programs.bound.view(values, data)
 
         with programs.running():
             names = names_of_arrays(self.model, *self._run_on().merge())
-            axes = labelled_axes(view, run.arrays, names, self._labels)
+            axes = labelled_axes(view, run.data, names, self._labels)
         return {labelled(k, axes, self._labels): x for k, x in found.items()}
 
     @property
@@ -496,8 +496,7 @@ class NestedVI(Displayed):
 
     def _run_on(self) -> Arguments:
         """Return the arguments of the last run, possibly with added rows."""
-        run = self._known()
-        return Arguments(run.arrays, run.programs.static)
+        return self._known().data
 
     @property
     def latents(self) -> tuple[str, ...]:
@@ -545,22 +544,25 @@ class NestedVI(Displayed):
 
 
 def _start(
-    hyper: Hyperparameters, init_params: Values | None, arrays: Any, prior: np.ndarray
+    hyper: Hyperparameters,
+    init_params: Values | None,
+    data: Arguments,
+    prior: np.ndarray,
 ) -> np.ndarray:
     """Return the start of the search for the mode, unconstrained.
 
     :param hyper: the hyperparameters.
     :param init_params: see :meth:`NestedVI.run`.
-    :param arrays: array arguments of the model.
+    :param data: the model's arguments.
     :param prior: draws of the prior, if any.
     """
     if init_params is None:
         if len(prior):
             return np.median(prior, axis=0)
-        return np.asarray(hyper.medians(arrays, jax.random.key(0)), float)
+        return np.asarray(hyper.medians(data, jax.random.key(0)), float)
     if set(init_params) != set(hyper.names):
         raise ValueError(
             f"init_params names {sorted(init_params)}, but the hyperparameters are "
             f"{sorted(hyper.names)}"
         )
-    return np.asarray(hyper.flatten(init_params, arrays), float)
+    return np.asarray(hyper.flatten(init_params, data), float)

@@ -116,7 +116,7 @@ class Programs:
     def __init__(
         self, bound: CollapsedBound, arguments: Arguments, num_draws: int
     ) -> None:
-        self.bound, self.static = bound, arguments.static
+        self.bound = bound
         self._model, self.structure = bound.guide.model, bound.structure
         self._watch = watched(self._model)
         self._version = self._watch.version()
@@ -154,43 +154,43 @@ class Programs:
         with in_dtype_of(self._version.doubles), self._watch.running(self._version):
             yield
 
-    def no_start(self, arrays: Any) -> Start:
+    def no_start(self, data: Arguments) -> Start:
         """Return a start for the first evaluation."""
         if self._no_start is None:
-            self._no_start = self._zeros(arrays)
+            self._no_start = self._zeros(data)
         return self._no_start
 
     @one_thread
-    def _zeros(self, arrays: Any) -> Start:
-        shapes = self.bound.shapes(self.hyper.shapes, arrays)
+    def _zeros(self, data: Arguments) -> Start:
+        shapes = self.bound.shapes(self.hyper.shapes, data)
         zeros = jax.tree.map(lambda s: np.zeros((1, *s.shape), s.dtype), shapes)
         return Start(zeros, np.zeros(1, bool))
 
     def evaluate(
-        self, points: np.ndarray, start: Start, arrays: Any, *, gradient: bool
+        self, points: np.ndarray, start: Start, data: Arguments, *, gradient: bool
     ) -> Evaluated:
         """Return the Gaussian at unconstrained hyperparameters.
 
         :param points: points, (n, d), with n equal to one or :attr:`batch`.
         :param start: the start at each point.
-        :param arrays: array arguments of the model.
+        :param data: the model's arguments.
         :param gradient: whether to compute the gradient, with a Gaussian that is
             accurate enough for it. Otherwise the Gaussian is accurate enough to draw
             from.
         """
         tolerance = TOLERANCE if gradient else ENOUGH
         points = np.asarray(points, self.hyper.dtype)
-        return self._settle(points, start, arrays, tolerance, gradient)
+        return self._settle(points, start, data, tolerance, gradient)
 
     def _evaluate(
-        self, points: Array, start: Start, arrays: Any, tolerance: Any, asked: Any
+        self, points: Array, start: Start, data: Arguments, tolerance: Any, asked: Any
     ) -> Evaluated:
         def one(each: tuple[Array, Start]) -> Evaluated:
             point, start = each
-            both = jax.vjp(lambda u: self.hyper.values(u, arrays), point)
+            both = jax.vjp(lambda u: self.hyper.values(u, data), point)
             (values, log_prior), pull = both
             bound, ascend, found = self.bound.with_pullback(
-                values, arrays, start, tolerance
+                values, data, start, tolerance
             )
 
             def ascent() -> Array:
@@ -209,7 +209,7 @@ class Programs:
         return self._each(one, (points, start))
 
     def terms(
-        self, point: np.ndarray, factors: Any, noise: np.ndarray, arrays: Any
+        self, point: np.ndarray, factors: Any, noise: np.ndarray, data: Arguments
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return latents, (k, size), as the Gaussian at a point makes them from noise;
         log-densities of all data there, (k, n); and squared lengths of the whitened
@@ -218,43 +218,43 @@ class Programs:
         :param point: unconstrained hyperparameters, (d,).
         :param factors: factors of the Gaussian, with a leading axis of 1.
         :param noise: noise, (k, rank), first that of independent groups.
-        :param arrays: array arguments of the model.
+        :param data: the model's arguments.
         """
         point = np.asarray(point, self.hyper.dtype)
         factors = jax.tree.map(lambda x: x[0], factors)
         noise = noise.astype(self.structure.dtype)
         # As many as are drawn at once.
         z, terms, squares = in_blocks(
-            lambda some: self._terms(point, factors, noise[some], arrays),
+            lambda some: self._terms(point, factors, noise[some], data),
             len(noise), self.chunk * self.num_draws,
         )  # fmt: skip
         return z, terms, squares.astype(float)
 
     def _terms_at(
-        self, point: Array, factors: Any, noise: Array, arrays: Any
+        self, point: Array, factors: Any, noise: Array, data: Arguments
     ) -> tuple[Array, Array, Array]:
-        _, view, log_terms = self._at(point, arrays)
+        _, view, log_terms = self._at(point, data)
         form, q = self.structure.form, moments_given(factors, view)
         apart = form.join_noise(*form.independent.split(noise))
         z, white, prior = self._drawn_latents(view, q, apart)
         return z, jax.vmap(lambda x: log_terms(x)[0])(white), -2 * prior.sum(-1)
 
-    def from_white(self, point: np.ndarray, white: np.ndarray, arrays: Any) -> Any:
+    def from_white(self, point: np.ndarray, white: np.ndarray, data: Arguments) -> Any:
         """Return latents, (k, size), from standard normal numbers, (k, size)."""
         if self.structure.standard:
             return white
         given = np.asarray(point, self.hyper.dtype), white.astype(self.structure.dtype)
-        return np.asarray(self._linked(*given, arrays))
+        return np.asarray(self._linked(*given, data))
 
-    def _linked_at(self, point: Array, white: Array, arrays: Any) -> Array:
-        _, view, _ = self._at(point, arrays)
+    def _linked_at(self, point: Array, white: Array, data: Arguments) -> Array:
+        _, view, _ = self._at(point, data)
         if self.structure.fields:
             moments = view.prior.natural.moments()
             return moments.unwhiten(white[:, : moments.rank])
         return jax.vmap(lambda z: self.structure.linked(z, view.links))(white)
 
     def factors_at(
-        self, point: np.ndarray, factors: Any, z: np.ndarray, arrays: Any
+        self, point: np.ndarray, factors: Any, z: np.ndarray, data: Arguments
     ) -> Any:
         """Return factors centred on latents (k, size), as narrow as given ones, with a
         leading axis of length k. See
@@ -263,26 +263,26 @@ class Programs:
         :param point: unconstrained hyperparameters, (d,).
         :param factors: factors with a leading axis of 1.
         :param z: latents.
-        :param arrays: array arguments of the model.
+        :param data: the model's arguments.
         """
         point, z = np.asarray(point, self.hyper.dtype), z.astype(self.structure.dtype)
         factors = jax.tree.map(lambda x: x[0], factors)
-        return self._moved(point, factors, z, arrays)
+        return self._moved(point, factors, z, data)
 
-    def _moved_to(self, point: Array, factors: Any, z: Array, arrays: Any) -> Any:
-        map_ = self._at(point, arrays)[1].maps()[JOINT]
+    def _moved_to(self, point: Array, factors: Any, z: Array, data: Arguments) -> Any:
+        map_ = self._at(point, data)[1].maps()[JOINT]
         return jax.vmap(lambda z: moved_to(map_, factors, z[None]))(z)
 
-    def gaussians(self, points: np.ndarray, start: Start, arrays: Any) -> Any:
+    def gaussians(self, points: np.ndarray, start: Start, data: Arguments) -> Any:
         """Return the bound, hyperparameters by name, and the moments of the Gaussian
         given them, as accurate as after a fit; points first.
 
         :param points: unconstrained hyperparameters, (n, d).
         :param start: the start of the Gaussian, for one point.
-        :param arrays: array arguments of the model.
+        :param data: the model's arguments.
         """
         found = [
-            self.evaluate(point[None], start, arrays, gradient=True) for point in points
+            self.evaluate(point[None], start, data, gradient=True) for point in points
         ]
         return jax.tree.map(
             lambda *x: np.concatenate(x),
@@ -290,14 +290,13 @@ class Programs:
         )
 
     def _log_terms(
-        self, values: Values, white: Array, arrays: Any
+        self, values: Values, white: Array, data: Arguments
     ) -> tuple[Array, Trace]:
         """Return log-densities of all data given hyperparameters and whitened latents,
         flat, and the trace of the model."""
         numbers = self.structure.split(white)
         model = whitened(self._model, numbers, self.structure.fields)
-        arguments = Arguments(arrays, self.static)
-        trace = run_model(model, arguments, random.key(0), values)
+        trace = run_model(model, data, random.key(0), values)
         terms = []
         for site in self.structure.observed:
             message = trace[site.name]
@@ -307,32 +306,31 @@ class Programs:
             terms.append(jnp.ravel(density).astype(self.structure.dtype))
         return jnp.concatenate(terms), trace
 
-    def first(self, point: np.ndarray, arrays: Any) -> Any:
+    def first(self, point: np.ndarray, data: Arguments) -> Any:
         """Return the natural parameters from which updates of the Gaussian start, by
         block.
 
         :param point: unconstrained hyperparameters, (d,).
-        :param arrays: array arguments of the model.
+        :param data: the model's arguments.
         """
-        values, _ = self.hyper.values(jnp.asarray(point, self.hyper.dtype), arrays)
-        return self.bound.first(self.bound.problem(values, arrays, learns=False))
+        values, _ = self.hyper.values(jnp.asarray(point, self.hyper.dtype), data)
+        return self.bound.first(self.bound.problem(values, data, learns=False))
 
-    def trace(self, point: np.ndarray, arrays: Any) -> Trace:
+    def trace(self, point: np.ndarray, data: Arguments) -> Trace:
         """Run the model at unconstrained hyperparameters, with its other latents drawn
         from their prior."""
-        values, _ = self.hyper.values(jnp.asarray(point, self.hyper.dtype), arrays)
-        arguments = Arguments(arrays, self.static)
-        return run_model(self._model, arguments, random.key(0), values)
+        values, _ = self.hyper.values(jnp.asarray(point, self.hyper.dtype), data)
+        return run_model(self._model, data, random.key(0), values)
 
-    def _at(self, point: Array, arrays: Any) -> tuple[Array, JointView, Any]:
+    def _at(self, point: Array, data: Arguments) -> tuple[Array, JointView, Any]:
         """Return the log-density of unconstrained hyperparameters (d,), the view of the
         model there, and the log-densities of all data as a function of the whitened
         latents (size,), see :meth:`_log_terms`."""
-        values, log_prior = self.hyper.values(point, arrays)
-        view = self.bound.view(values, arrays)
+        values, log_prior = self.hyper.values(point, data)
+        view = self.bound.view(values, data)
 
         def log_terms(white: Array) -> tuple[Array, Trace]:
-            return self._log_terms(values, white, arrays)
+            return self._log_terms(values, white, data)
 
         return log_prior, view, log_terms
 
@@ -349,7 +347,7 @@ class Programs:
         return z, white, -0.5 * jnp.square(white)
 
     def _draw(
-        self, points: Array, factors: Any, noise: Array, widths: Array, arrays: Any
+        self, points: Array, factors: Any, noise: Array, widths: Array, data: Arguments
     ) -> Drawn:
         """Draw the latents.
 
@@ -357,22 +355,22 @@ class Programs:
         :param factors: factors of the Gaussian at each point.
         :param noise: standard normal numbers, (n, draws, size).
         :param widths: factors by which draws are wider than the Gaussian, (n, draws).
-        :param arrays: array arguments of the model.
+        :param data: the model's arguments.
         """
 
         def one(each: Any) -> Drawn:
             point, factors, noise, widths = each
-            log_prior, view, log_terms = self._at(point, arrays)
+            log_prior, view, log_terms = self._at(point, data)
             q = moments_given(factors, view)
             _, white, prior = self._drawn_latents(view, q, widths[:, None] * noise)
 
             def terms(
                 white: Array, prior: Array, noise: Array, width: Array
             ) -> tuple[Any, ...]:
-                data, trace = log_terms(white)
+                densities, trace = log_terms(white)
                 own = 0.5 * jnp.square(noise) + jnp.log(width)
                 # Added up at once, because their sum is small.
-                sums = compensated_sum(jnp.concatenate([data, own, prior]))
+                sums = compensated_sum(jnp.concatenate([densities, own, prior]))
                 return *sums, self._latents(trace)
 
             weighed = jax.vmap(terms)(white, prior, noise, widths)
@@ -389,7 +387,7 @@ class Programs:
         uniform: Array,
         shift: Array,
         group: Array,
-        arrays: Any,
+        data: Arguments,
     ) -> Drawn:
         """Draw like :meth:`_draw`, with
         :func:`~numpyro_gpaug.infer.nested.apart.weigh_apart`.
@@ -407,7 +405,7 @@ class Programs:
 
         def one(each: Any) -> Drawn:
             point, factors, *numbers = each
-            log_prior, view, log_terms = self._at(point, arrays)
+            log_prior, view, log_terms = self._at(point, data)
             q, prior = moments_given(factors, view), cast(GroupsPrior, view.prior)
             # Latents of structures with groups are whitened.
             z, *sums = weigh_apart(
@@ -426,7 +424,7 @@ class Programs:
         noise: Array,
         widths: Array,
         log_shares: Array,
-        arrays: Any,
+        data: Arguments,
     ) -> Drawn:
         """Draw like :meth:`_draw` from mixtures of Gaussians. The density of a Gaussian
         at draws of another follows from its factors: it is the density of the prior
@@ -440,7 +438,7 @@ class Programs:
 
         def one(each: Any) -> Drawn:
             point, factors, chosen, noise, widths = each
-            log_prior, view, log_terms = self._at(point, arrays)
+            log_prior, view, log_terms = self._at(point, data)
             map_, prior = view.maps()[JOINT], view.prior
             parts = [jax.tree.map(lambda x, k=k: x[k], factors) for k in range(modes)]
             qs = [moments_given(part, view) for part in parts]
@@ -465,9 +463,9 @@ class Programs:
                     volume = 0.5 * q.log_det[0] + size * jnp.log(width)
                     logs.append(fall / jnp.square(width) - volume)
                 mixed = jax.nn.logsumexp(log_shares + jnp.stack(logs))
-                data, trace = log_terms(white)
+                densities, trace = log_terms(white)
                 rest = jnp.append(own, -mixed)
-                sums = compensated_sum(jnp.concatenate([data, rest]))
+                sums = compensated_sum(jnp.concatenate([densities, rest]))
                 return *sums, self._latents(trace)
 
             weighed = jax.vmap(terms)(z, white, own, widths)
@@ -512,10 +510,10 @@ class Programs:
             if site["type"] in kinds and k not in observed
         }
 
-    def log_joint(self, point: Array, white: Array, arrays: Any) -> Array:
+    def log_joint(self, point: Array, white: Array, data: Arguments) -> Array:
         """Return the log-density of data, whitened latents and unconstrained
         hyperparameters, up to a constant."""
-        log_prior, view, log_terms = self._at(point, arrays)
+        log_prior, view, log_terms = self._at(point, data)
         if self.structure.recurrences:
             own = -0.5 * jnp.square(white).sum()
         else:
@@ -524,21 +522,21 @@ class Programs:
         return log_terms(white)[0].sum() + log_prior + own
 
     def drawn(
-        self, point: np.ndarray, factors: Any, noise: np.ndarray, arrays: Any
+        self, point: np.ndarray, factors: Any, noise: np.ndarray, data: Arguments
     ) -> Array:
         """Return whitened latents, (size,), as the Gaussian at a point makes them.
 
         :param point: unconstrained hyperparameters, (d,).
         :param factors: factors of the Gaussian, with a leading axis of 1.
         :param noise: standard normal, (rank,).
-        :param arrays: array arguments of the model.
+        :param data: the model's arguments.
         """
-        return self._whitened(
-            np.asarray(point, self.hyper.dtype), factors, noise, arrays
-        )
+        return self._whitened(np.asarray(point, self.hyper.dtype), factors, noise, data)
 
-    def _drawn_at(self, point: Array, factors: Any, noise: Array, arrays: Any) -> Array:
-        view = self._at(point, arrays)[1]
+    def _drawn_at(
+        self, point: Array, factors: Any, noise: Array, data: Arguments
+    ) -> Array:
+        view = self._at(point, data)[1]
         q = moments_given(jax.tree.map(lambda x: x[0], factors), view)
         return self._drawn_latents(view, q, noise[None])[1][0]
 
@@ -551,42 +549,42 @@ class Programs:
         """
         return self._drawn_latents(at, q, noise[None])[1][0]
 
-    def prior(self, point: Array, arrays: Any) -> PriorAt:
+    def prior(self, point: Array, data: Arguments) -> PriorAt:
         """Return the prior of the latents at unconstrained hyperparameters, (d,)."""
-        view = self._at(point, arrays)[1]
+        view = self._at(point, data)[1]
         return PriorAt(view.prior, view.links)
 
-    def sites(self, points: Any, z: Any, arrays: Any) -> Values:
+    def sites(self, points: Any, z: Any, data: Arguments) -> Values:
         """Return the values of all sites at draws, without added rows.
 
         :param points: points, (n, d).
         :param z: whitened latents, (n, size).
-        :param arrays: array arguments of the model.
+        :param data: the model's arguments.
         """
-        found = self._at_draws(points, z, arrays)
-        if (added := self.static[-1]) is not None:
+        found = self._at_draws(points, z, data)
+        if (added := data.static[-1]) is not None:
             for name, axis in added.axes:
                 # In NumPy, because JAX would compile a program for each number of rows.
-                cut = (slice(None),) * (axis + 1) + (slice(int(arrays[-1])),)
+                cut = (slice(None),) * (axis + 1) + (slice(int(data.arrays[-1])),)
                 found[name] = jnp.asarray(np.asarray(found[name])[cut])
         return found
 
-    def _sites(self, points: Array, z: Array, arrays: Any) -> Values:
+    def _sites(self, points: Array, z: Array, data: Arguments) -> Values:
         """Return values of all sites at draws.
 
         :param points: points, (n, d).
         :param z: whitened latents, (n, size).
-        :param arrays: array arguments of the model.
+        :param data: the model's arguments.
         """
 
         def one(draw: tuple[Array, Array]) -> Values:
-            _, _, log_terms = self._at(draw[0], arrays)
+            _, _, log_terms = self._at(draw[0], data)
             return self._latents(log_terms(draw[1])[1], deterministic=True)
 
         return self._each(one, (points, z))
 
-    def log_collapsed(self, point: Array, arrays: Any) -> Array:
+    def log_collapsed(self, point: Array, data: Arguments) -> Array:
         """Return the collapsed log-density of unconstrained hyperparameters, for
         NUTS."""
-        values, log_prior = self.hyper.values(point, arrays)
-        return self.bound(values, self.hyper.steps(values, arrays), arrays) + log_prior
+        values, log_prior = self.hyper.values(point, data)
+        return self.bound(values, self.hyper.steps(values, data), data) + log_prior

@@ -90,10 +90,7 @@ class CollapsedBounds:
                     "estimates, and Gaussians on the latents"
                 )
             check_observations(self.model, structure, arguments, self._checks)
-            projected = self._projected
-            return CollapsedBound(
-                guide, structure, arguments.static, projected=projected
-            )
+            return CollapsedBound(guide, structure, projected=self._projected)
 
         if is_traced(arguments):
             return remembered(self._known, arguments.shapes, made)
