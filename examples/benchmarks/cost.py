@@ -74,21 +74,19 @@ def programs(n: int, m: int, d: int, c: int) -> dict[str, tuple[Any, Any]]:
     plan = svi._programs.plan_at(arguments, state)
     rest = replace(plan, settings=Settings(None, "exact", None, 1, None, ()))
 
-    def sweep(state: Any, arrays: Any) -> Any:
+    def sweep(state: Any, arguments: Arguments) -> Any:
         begun = Pass.begun(state.natural, plan)
-        return add_block(
-            state.hyper.values, state.rng_key, begun, arrays, rest, arguments.static,
-            None,
-        ).targets  # fmt: skip
+        values, key = state.hyper.values, state.rng_key
+        return add_block(values, key, begun, arguments, rest, None).targets
 
-    def gradient(state: Any, arrays: Any) -> Any:
-        stepper = Stepper(plan, Arguments(arrays, arguments.static))
+    def gradient(state: Any, arguments: Arguments) -> Any:
+        stepper = Stepper(plan, arguments)
         values, key = state.hyper.values, stepper.key(state)
         problem, pull = stepper.problem_and_pullback(values, key, {})
         at = problem.evaluate(state.natural)
         return at.bound, pull(problem.gradient(at))
 
-    given = state, arguments.arrays
+    given = state, arguments
     return {
         name: (jax.jit(program).lower(*given).compile(), given)
         for name, program in (("sweep", sweep), ("gradient", gradient))
