@@ -92,7 +92,7 @@ class Calls:
         if padded is not arguments:
             given = what, arguments, padded, self._fitted, site
             try:
-                few = self._predictor.fewer(*given, **how)
+                _, few = self._predictor.fewer(*given, **how)
                 more = {"unpadded": few[0].shape[1:]} if what == "draws" else {}
                 found = self._at_once(what, padded, site, **how, **more)
                 return without_added(found, few, arguments.num_rows)
@@ -220,11 +220,13 @@ class Calls:
         # The structure of the answer (a distribution contains its batch shape) is
         # traced for the first number of rows, and derived from it for others.
         with self._naming(arguments):
-            few = self._predictor.fewer(*given[:2], blocks[0], *given[2:])
+            known, like = self._predictor.fewer(*given[:2], blocks[0], *given[2:])
         found: list[Any] = []
         try:
             found += [self._at_once(what, x, site) for x in blocks]
-            return _joined(without_added(few, found[0], rows), found)
+            if known != rows:
+                like = without_added(like, found[0], rows)
+            return _joined(like, found)
         except (TypeError, ValueError):
             # An error has the shapes that the user passed.
             with self._naming(arguments):

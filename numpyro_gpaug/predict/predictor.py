@@ -209,9 +209,10 @@ class Predictor:
         fitted: Fitted,
         site: str,
         **how: Any,
-    ) -> Any:
-        """Return the shapes of a prediction for another number of rows than the one
-        that is computed. They are those of an earlier prediction, if there was one.
+    ) -> tuple[int, Any]:
+        """Return another number of rows than the one that is computed, and the shapes
+        of a prediction for it. They are those of an earlier prediction, if there was
+        one.
 
         :param padded: the arguments that are computed, with added rows or of a block;
             the others are those of :meth:`__call__`.
@@ -225,7 +226,7 @@ class Predictor:
             self._cached("prepared", (fitted.size, padded.shapes), lambda: ready)
             return arguments.num_rows, shapes
 
-        return self._cached("fewer", key, found)[1]
+        return self._cached("fewer", key, found)
 
     @one_thread
     def shapes_of(
