@@ -204,3 +204,33 @@ def test_weights_of_a_softmax_are_moved_as_one():
     level = np.asarray(mcmc.get_samples()["level"])[None]
     assert kernel.structure.joint
     assert effective_sample_size(level).min() > 200
+
+
+def test_a_further_run_traces_nothing_anew() -> None:
+    """Other data of the same shapes get the programs of the first run, and a changed
+    global gets others."""
+    traced, scale = [], [1.0]
+
+    class Counted(gpaug.EllipticalSlice):
+        def _ellipses(self, view):
+            traced.append(view)
+            return super()._ellipses(view)
+
+    def model(group, y=None):
+        tau = numpyro.sample("tau", dist.HalfNormal(scale[0]))
+        with numpyro.plate("groups", GROUPS):
+            effect = numpyro.sample("effect", dist.Normal(0, tau))
+        with numpyro.plate("data", len(group)):
+            numpyro.sample("y", dist.Poisson(jnp.exp(effect[group])), obs=y)
+
+    kernel = Counted(model)
+    kernel.init(KEY, 0, None, (GROUP, GROUP), {})
+    number = len(traced)
+    found = kernel.init(KEY, 0, None, (GROUP[::-1], ORDERED), {})
+    assert len(traced) == number
+    fresh = gpaug.EllipticalSlice(model).init(KEY, 0, None, (GROUP[::-1], ORDERED), {})
+    same = np.testing.assert_array_equal
+    jax.tree.map(same, found.block_states[0].z, fresh.block_states[0].z)
+    scale[0] = 2.0
+    kernel.init(KEY, 0, None, (GROUP, GROUP), {})
+    assert len(traced) > number

@@ -54,6 +54,9 @@ class GaussianKernel(MCMCKernel):
         self._structure: Structure | None = None
         self._parts: tuple[Part, ...] = ()
         self._composite: Gibbs | None = None
+        # The last composite, and compiled programs, with what they were made for.
+        self._made: tuple[Any, Gibbs] | None = None
+        self._compiled: tuple[Any, Callable[..., Any], Callable[..., Any]] | None = None
         self._num_warmup = 0
         # MCMC reads it to find out whether the kernel is initialised.
         self._sample_fn: Callable[..., Any] | None = None
@@ -108,7 +111,12 @@ class GaussianKernel(MCMCKernel):
         if self.structure.others and not self._takes_others:
             # NumPyro's error names the sites that NUTS cannot sample.
             own = [site.name for site in self.structure.sites]
-            self._composite = Gibbs([(self, own), (NUTS(self.model), None)])
+            key = self._watch.version(), own
+            if self._made is None or self._made[0] != key:
+                blocks = [(self, own), (NUTS(self.model), None)]
+                self._made = key, Gibbs(blocks)
+            # In a further run the same, whose blocks have compiled programs.
+            self._composite = self._made[1]
             self._sample_fn = self._composite.sample
             return self._composite.init(
                 rng_key, num_warmup, init_params, model_args, model_kwargs
@@ -131,18 +139,28 @@ class GaussianKernel(MCMCKernel):
         refuse_forked()
         self._check(arguments)
 
-        # In one program, because single operations take many times as long.
-        @jax.jit
-        def start(keys: Array, values: Values, given: Arguments) -> Any:
-            def first(key: Array, values: Values) -> Any:
-                return self._first(key, values, given)
-
-            return (first if is_prng_key(keys) else jax.vmap(first))(keys, values)
-
-        state = start(rng_key, values, arguments)
+        state = self._programs()[0](rng_key, values, arguments)
         self._refuse_broken(state, arguments)
         self._sample_fn = self._step
         return state
+
+    def _programs(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """Return programs of :meth:`_first`, for one random key or several, and
+        :meth:`_renewed`. Single operations would take many times as long."""
+        key = self._watch.version(), self._structure, self._parts
+        if self._compiled is None or self._compiled[0] != key:
+
+            def start(keys: Array, values: Values, given: Arguments) -> Any:
+                def first(key: Array, values: Values) -> Any:
+                    return self._first(key, values, given)
+
+                return (first if is_prng_key(keys) else jax.vmap(first))(keys, values)
+
+            def renew(state: Any, given: Arguments) -> Any:
+                return self._renewed(state, given)
+
+            self._compiled = key, jax.jit(start), jax.jit(renew)
+        return self._compiled[1:]
 
     @precise
     def sample(self, state: Any, model_args: Any, model_kwargs: Any) -> Any:
@@ -159,13 +177,15 @@ class GaussianKernel(MCMCKernel):
     def refresh(self, state: Any, model_args: Any, model_kwargs: Any) -> Any:
         if self._composite is not None:
             return self._composite.refresh(state, model_args, model_kwargs)
-        found = self._renewed(state, Arguments.split(model_args, model_kwargs or {}))
+        arguments = Arguments.split(model_args, model_kwargs or {})
+        found = self._programs()[1](state, arguments)
         return found._replace(version=state.version)
 
     def wrap_model(self, wrapper: Callable) -> Self:
         kernel = copy.copy(self)
         kernel._model = wrapper(self._model)
         kernel._structure = kernel._composite = kernel._sample_fn = None
+        kernel._made = kernel._compiled = None
         return kernel
 
     def postprocess_fn(self, model_args: Any, model_kwargs: Any) -> Any:
