@@ -4,8 +4,9 @@
 ``equality``: fields of 400 numbers beside the same model with dense matrices in
 float64. ``bound`` and ``slope`` are differences of the bound of Poisson counts and of
 its gradient in the hyperparameters, ``evidence`` and ``exact slope`` those of the
-evidence of Normal data, which the bound is equal to, relative to the largest. The slope
-of the counts has the error of updates that have almost converged, in both forms.
+evidence of Normal data, which the bound is equal to, relative to the largest. Slopes of
+the dense counts are differences of order eight: its updates end where bounds no longer
+rise, and derivatives there have an error of 1e-7.
 ``mean`` and ``sd`` are the largest differences of means and deviations of predictions,
 relative to the deviations, ``draws`` the largest of moments of 4000 draws, in Monte
 Carlo errors; ``times`` is how often an evaluation of bound and gradient fits into one
@@ -318,6 +319,8 @@ def equality(case: str, size: int, *, dense: bool) -> dict[str, Any]:
         seconds(lambda: jax.block_until_ready(both(*numbers))) for _ in range(3)
     )
     found["bound"], found["slope"] = float(value), np.array(slope, float).tolist()
+    if dense:
+        found["slope"] = by_differences(bound, list(at.values()))
     normal = gpaug.collapse(of_effect(effect, lambda eta: dist.Normal(eta, 0.8)))
 
     def evidence(scale: Any, share: Any) -> Any:
@@ -341,6 +344,18 @@ def equality(case: str, size: int, *, dense: bool) -> dict[str, Any]:
         jax.random.key(1), fit.params, x, sample_shape=(DRAWS,)
     )[site]
     return found | {"nodes": draws.shape[-1], "draws": farthest(draws, posterior[site])}
+
+
+def by_differences(function: Callable[..., Any], at: list[float]) -> list[float]:
+    """The gradient of a function by central differences of order eight."""
+    step, weights = 0.01, np.array([4 / 5, -1 / 5, 4 / 105, -1 / 280])
+
+    def along(unit: np.ndarray) -> float:
+        moves = step * np.outer(np.arange(1, 5), unit)
+        rises = [float(function(*(at + m)) - function(*(at - m))) for m in moves]
+        return float(weights @ rises / step)
+
+    return [along(unit) for unit in np.eye(len(at))]
 
 
 def farthest(draws: Any, exact: Any) -> float:
