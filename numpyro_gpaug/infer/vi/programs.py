@@ -52,7 +52,7 @@ from numpyro_gpaug.infer.vi.start import (
 )
 from numpyro_gpaug.infer.vi.state import ConjugateState, check_state
 from numpyro_gpaug.math.arrays import in_blocks
-from numpyro_gpaug.math.compiling import SMALL_OF_SEARCHES, few, jit
+from numpyro_gpaug.math.compiling import SMALL, SMALL_OF_SEARCHES, few, jit
 from numpyro_gpaug.math.sharding import ROWS, on_mesh
 from numpyro_gpaug.math.threads import threads_for
 from numpyro_gpaug.model.arguments import Arguments, Model, Values
@@ -62,7 +62,8 @@ from numpyro_gpaug.model.padding import Padding
 from numpyro_gpaug.model.responses import Responses
 from numpyro_gpaug.model.structure import MAX_SHAPES, remembered
 from numpyro_gpaug.model.validation import check_arguments
-from numpyro_gpaug.predict.many import SMALL, Posteriors
+from numpyro_gpaug.predict.many import SMALL as SMALL_IN_LANES
+from numpyro_gpaug.predict.many import Posteriors
 from numpyro_gpaug.predict.predictor import predictor_for
 
 # Responses that are tried, to find one that can be fitted.
@@ -98,16 +99,13 @@ class Programs:
             jit, held="plan", work=attrgetter("work"),
             static_argnames="plan", donate_argnames="state",
         )  # fmt: skip
-        searches = not is_optax(settings.optim)
-        short = {"small": SMALL_OF_SEARCHES} if searches else {}
-        self.advance, self.advance_batches = (
-            steps(run_chunk, **short),
-            steps(run_batches),
-        )
+        small = SMALL if is_optax(settings.optim) else SMALL_OF_SEARCHES
+        self.advance = steps(run_chunk, small=small)
+        self.advance_batches = steps(run_batches)
         self.read = few(partial(read_params, guide))
         static = "plan", "predictor", "static", "which", "mesh"
         self.lanes = jit(
-            partial(fit_lanes, settings, model, guide), small=SMALL,
+            partial(fit_lanes, settings, model, guide), small=SMALL_IN_LANES,
             static_argnames=static,
         )  # fmt: skip
         self.loss, self.bounds, self.sums, self.slopes = (
