@@ -546,6 +546,34 @@ def test_a_flat_prior_has_a_point_and_says_what_would_be_gaussian():
     assert "a point (AutoDelta): its prior is flat" in str(guide)
 
 
+def test_a_power_of_the_data_against_a_grid() -> None:
+    """The transformation of Box and Cox is 0/0 at a power of zero, and a scale of zero
+    is none: observations are checked at prior means."""
+
+    def model(y):
+        power = numpyro.sample("power", dist.Normal(0.5, 0.2))
+        spread = numpyro.sample("spread", dist.Normal(0.3, 0.05))
+        with numpyro.plate("data", len(y)):
+            normal = dist.Normal(2.0, spread)
+            numpyro.sample("y", normal, obs=(y**power - 1) / power)
+            numpyro.factor("jacobian", (power - 1) * jnp.log(y))
+
+    y = (1 + 0.5 * np.random.default_rng(0).normal(2, 0.3, 30)) ** 2
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
+    result = svi.run(jax.random.key(0), 20, y, progress_bar=False)
+    found = svi.posterior(result).summary()
+    power, spread = np.mgrid[0.2:0.8:200j, 0.1:0.6:200j]
+    each, z = power[..., None], (y ** power[..., None] - 1) / power[..., None]
+    log_p = (each - 1) * np.log(y) + stats.norm(2, spread[..., None]).logpdf(z)
+    prior = stats.norm(0.5, 0.2).logpdf(power) + stats.norm(0.3, 0.05).logpdf(spread)
+    p = np.exp(log_p.sum(-1) + prior)
+    for name, x in {"power": power, "spread": spread}.items():
+        mean = np.average(x, weights=p)
+        sd = np.sqrt(np.average(np.square(x - mean), weights=p))
+        assert abs(found["mean"][name] - mean) < 0.1 * sd
+        np.testing.assert_allclose(found["sd"][name], sd, rtol=0.1)
+
+
 def test_a_kernel_parameter_with_a_normal_prior_is_a_hyperparameter():
     def model(t, y=None):
         log_ls = numpyro.sample("log_ls", dist.Normal(0, 1))

@@ -18,8 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 from jax import Array
+from numpyro import handlers
 from numpyro.distributions import transforms
 
+from numpyro_gpaug._numpyro import expanded_sites
 from numpyro_gpaug.distributions.random_walk import RandomWalk2
 from numpyro_gpaug.distributions.sparse_prior import SparsePrior, sparse_prior
 from numpyro_gpaug.gaussians import Layout, Sparse
@@ -138,6 +140,30 @@ class Field(NamedTuple):
             (prior.values, prior.scales), coordinates and numbers,
             mixes=True,
         )  # fmt: skip
+
+
+def at_prior_means(
+    model: Callable[..., Any], names: tuple[str, ...]
+) -> Callable[..., Any]:
+    """Return ``model`` with Gaussian sites at the means of their distributions.
+
+    :param model: a NumPyro model.
+    :param names: the sites.
+    """
+
+    def mean(message: dict[str, Any]) -> Array | None:
+        if message["type"] != "sample" or message["name"] not in names:
+            return None
+        fn: Any = message["fn"]
+        if (own := field(fn)) is not None:
+            return own.prior.value(jnp.zeros(own.shape))
+        try:
+            return jnp.broadcast_to(fn.mean, fn.shape())
+        except NotImplementedError:  # of a transformed normal
+            found: Any = whitening(fn)
+            return found.value(jnp.zeros(found.shape))
+
+    return handlers.substitute(expanded_sites(model), substitute_fn=mean)
 
 
 def field(fn: dist.Distribution) -> Field | None:

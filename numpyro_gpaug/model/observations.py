@@ -5,6 +5,7 @@ are in the supports of their likelihoods."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,8 +22,15 @@ from numpyro_gpaug.math.arrays import is_traced
 from numpyro_gpaug.math.compiling import ahead
 from numpyro_gpaug.math.sharding import of_this_process
 from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.gaussians import at_prior_means
 from numpyro_gpaug.model.latents import Structure
-from numpyro_gpaug.model.structure import Trace, flat_functions, remembered, run_model
+from numpyro_gpaug.model.structure import (
+    Trace,
+    any_key,
+    flat_functions,
+    remembered,
+    run_model,
+)
 
 
 def unobserved_error(names: Iterable[str]) -> ValueError:
@@ -154,10 +162,7 @@ def check_observations(
     """
     if is_traced(arguments):
         return
-    flat = flat_functions(model)
-
-    def run(arguments: Arguments) -> Trace:
-        return run_model(flat, arguments, jax.random.key(0), structure.zeros)
+    run = partial(at_prior, model, structure)
 
     def compiled_flags() -> tuple[list[tuple[str, str]], Any]:
         names: list[tuple[str, str]] = []
@@ -206,6 +211,29 @@ def check_constants(trace: Trace) -> None:
                 raise invalid_error(name, parameter, site)
 
 
+def at_prior(
+    model: Callable[..., Any],
+    structure: Structure,
+    arguments: Arguments,
+    values: dict[str, Any] | None = None,
+    key: Array | None = None,
+) -> Trace:
+    """Return the trace of a model with its Gaussian latents at their prior means.
+
+    :param model: the model.
+    :param structure: its structure.
+    :param arguments: its arguments.
+    :param values: values of other sites, and of latents to start from.
+    :param key: the seed of all other sites.
+    """
+    flat, given = flat_functions(model), values or {}
+    if structure.joint:
+        flat = at_prior_means(flat, tuple(s.name for s in structure.sites))
+    else:
+        given = {**structure.zeros, **given}
+    return run_model(flat, arguments, any_key() if key is None else key, given)
+
+
 def all_valid(
     model: Callable[..., Any], structure: Structure, arguments: Arguments
 ) -> Array:
@@ -215,8 +243,7 @@ def all_valid(
     :param structure: its structure.
     :param arguments: its arguments.
     """
-    flat = flat_functions(model)
-    trace = run_model(flat, arguments, jax.random.key(0), structure.zeros)
+    trace = at_prior(model, structure, arguments)
     found = [jnp.asarray(x) for x in valid_observations(trace).values()]
     return jnp.stack(found).all() if found else jnp.array(True)
 

@@ -33,8 +33,11 @@ from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.inspect import IN_DENSITY
 from numpyro_gpaug.model.joint import Codes
 from numpyro_gpaug.model.latents import Structure
-from numpyro_gpaug.model.observations import invalid_error, valid_observations
-from numpyro_gpaug.model.structure import flat_functions, run_model
+from numpyro_gpaug.model.observations import (
+    at_prior,
+    invalid_error,
+    valid_observations,
+)
 from numpyro_gpaug.model.validation import check_param
 
 
@@ -69,8 +72,7 @@ def initial_state(
     others = handlers.seed(guide.draw_others, guide_key)
     guide_trace = handlers.trace(others).get_trace(*args, **kwargs)
     drawn = {n: guide_trace[n]["value"] for n in structure.others}
-    values = {**structure.zeros, **drawn, **given}
-    trace = run_model(flat_functions(model), arguments, model_key, values)
+    trace = at_prior(model, structure, arguments, {**drawn, **given}, model_key)
     params = {
         site["name"]: _numbers(site["name"], given.get(site["name"], site["value"]))
         for site in (*guide_trace.values(), *trace.values())
@@ -108,10 +110,8 @@ def check_start(
         check_param(name, value, guide.constraints[name])
     for (name, parameter), inside in valid.items():
         if not np.asarray(inside).item():
-            values = {**structure.zeros, **params, **given}
-            flat, key = flat_functions(model), random.key(0)
             with numpyro.validation_enabled(False):
-                trace = run_model(flat, arguments, key, values)
+                trace = at_prior(model, structure, arguments, {**params, **given})
             raise invalid_error(name, parameter, trace[name])
     own = guide.own_params()
     if unknown := set(given) - set(params) - set(own):
