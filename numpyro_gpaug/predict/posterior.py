@@ -734,7 +734,8 @@ def _warn_of_quadrature(errors: dict[str, float]) -> None:
                 f"the expectations of {site!r} are off by about {error:.1g} nats "
                 "per datum. Its log-density has a kink, or changes within much "
                 "less than a predictor's posterior standard deviation, which "
-                "Gauss-Hermite quadrature does not resolve. "
+                "Gauss-Hermite quadrature does not resolve, or float32 rounds it "
+                "(probs= near 0 or 1: write logits=). "
                 "MCMC(EllipticalSlice(model)) draws from the exact posterior",
                 stacklevel=5,
             )
