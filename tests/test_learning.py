@@ -217,6 +217,45 @@ def test_coordinates_with_small_gradients_move(x64) -> None:
     np.testing.assert_allclose(hyper.values["z"], 0, atol=0.03)
 
 
+def test_a_search_that_ends_on_a_slope_says_so() -> None:
+    search = quasi_newton.start({"x": jnp.zeros(1)})
+    search = search._replace(gradient=jnp.array([40.0]), exhausted=jnp.array(True))
+    with pytest.warns(UserWarning, match="gradient promises about 10 nats"):
+        quasi_newton.warn_of_noise(search, None)
+    # The curvature of an earlier step says that the end is near.
+    memory = search.memory
+    steps, falls = memory.steps.at[0].set(0.1), memory.falls.at[0].set(4e3)
+    near = search._replace(memory=memory._replace(steps=steps, falls=falls))
+    going = search._replace(exhausted=jnp.array(False))
+    for each in (near, going):
+        assert quasi_newton.promised(each) < 0.1
+
+
+@pytest.mark.slow
+def test_counts_of_ten_thousands_in_float32() -> None:
+    """A new scale moves all rates, and the way back lost the digits of what groups have
+    in common: no step raised the bound, and the scale remained at its start."""
+    rng, group = np.random.default_rng(5), np.arange(80) % 8
+    x, effect = rng.normal(size=80), 0.2 * rng.normal(size=8)
+    y = np.random.default_rng(1).poisson(np.exp(10 + 0.3 * x + effect[group]))
+
+    def model(group, x, y=None):
+        level = numpyro.sample("level", dist.Normal(0, 20))
+        slope = numpyro.sample("slope", dist.Normal(0, 2))
+        tau = numpyro.sample("tau", dist.HalfNormal(2))
+        with numpyro.plate("groups", 8):
+            effect = numpyro.sample("effect", dist.Normal(0, tau))
+        with numpyro.plate("data", len(x)):
+            rate = jnp.exp(level + slope * x + effect[group])
+            numpyro.sample("y", dist.Poisson(rate), obs=y)
+
+    guide = gpaug.AutoLatentGaussian(model)
+    svi = gpaug.ConjugateSVI(model, guide)
+    result = svi.run(jax.random.key(0), 50, group, x, y, progress_bar=False)
+    found = guide.other_median(result.params)["tau"]
+    assert 0.7 < found / effect.std(ddof=1) < 1.3
+
+
 def test_a_search_ends_where_known_curvature_promises_nothing(x64) -> None:
     start = [-1.2, 1.0, 0.3, -0.7, 2.0]
     # Few points do not determine the curvature, however little they promise.

@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from numpyro_gpaug.infer.vi.differentiation import raveled
@@ -65,6 +66,8 @@ LARGEST = 0.5
 FURTHEST = 16.0
 # The noise in nats that users are told of.
 NOISY = 0.5
+# The increase in nats that a gradient may promise where no step raises the bound.
+MISSED = 1.0
 # The number of steps without an increase that ends a search; the larger number for
 # noisy bounds; and the error in nats from which on bounds are noisy.
 PATIENCE, LONG_PATIENCE, RESOLVED = 5, 15, 0.1
@@ -406,6 +409,28 @@ def uncertainty(search: Search) -> float:
     return max(float(search.noise), float(search.unresolved))
 
 
+def promised(search: Search) -> float:
+    """Return the increase in nats that the gradient promises at the end of a search,
+    although the bound rises along no direction; zero for other ends.
+
+    :param search: the state of the search.
+    """
+    memory = search.memory
+    products = np.asarray((memory.steps * memory.falls).sum(-1))
+    squares = np.asarray(jnp.square(memory.falls).sum(-1))
+    known = products > 0
+    steepest = np.max(squares[known] / products[known], initial=0.0)
+    length = float(jnp.linalg.norm(search.gradient))
+    # The largest known curvature, or the longest step.
+    size = length / max(steepest, length / LARGEST, 1e-30)
+    return 0.5 * length * size if bool(search.exhausted) else 0.0
+
+
+def stuck(hyper: Hyper) -> bool:
+    """Return whether a search ended although its gradient promises an increase."""
+    return promised(hyper.optim_state) > MISSED
+
+
 def warn_of_noise(search: Search, structure: Structure) -> None:
     """Warn if differences of a nat are not resolved: near an optimum, L-BFGS then
     cannot find a direction.
@@ -413,6 +438,15 @@ def warn_of_noise(search: Search, structure: Structure) -> None:
     :param search: the state of the search.
     :param structure: the structure of the model.
     """
+    if (missed := promised(search)) > MISSED:
+        warnings.warn(
+            f"learning stopped although the gradient promises about {missed:.2g} nats, "
+            "because no step along it raised the bound: rounding hides the increase "
+            "(data determine sums of latents far better than their priors do), or the "
+            "bound has a kink. Use float64, jax.config.update('jax_enable_x64', True), "
+            "centre the responses, or start from other values, init_params=",
+            stacklevel=5,
+        )
     noise = uncertainty(search)
     if noise > NOISY:
         cause, cure = "very many data, wide priors, an ill-conditioned covariance", ""
