@@ -101,3 +101,24 @@ def test_weights_that_differ_between_data() -> None:
         np.testing.assert_allclose(getattr(mixture, name), each, rtol=1e-5)
     draws = mixture.sample(jax.random.key(0), (4000,))
     np.testing.assert_allclose(draws.mean(0), mixture.mean, atol=0.1)
+
+
+def test_nodes_without_a_moment_are_left_out_if_they_weigh_nothing() -> None:
+    """NumPyro's formulas for a normal are 0/0 where next to nothing is not cut off."""
+
+    def mixture(last: float) -> PredictorMixture:
+        at = jnp.array([[1.0], [-30.0]])
+        component = jax.vmap(lambda m: dist.TruncatedNormal(m, 0.5, low=0.0))(at)
+        leaves, treedef = jax.tree.flatten(component)
+        weights = jnp.array([1 - last, last])
+        return PredictorMixture(
+            tuple(leaves), weights, treedef, (True,) * len(leaves), (1,), ()
+        )
+
+    alone = dist.TruncatedNormal(1.0, 0.5, low=0.0)
+    found, known = mixture(1e-6), jnp.array([0.7])
+    np.testing.assert_allclose(found.mean, alone.mean, rtol=1e-4)
+    np.testing.assert_allclose(found.variance, alone.variance, rtol=1e-3)
+    expected = alone.log_prob(known)
+    np.testing.assert_allclose(found.log_prob(known), expected, rtol=1e-4)
+    assert not np.isfinite(mixture(0.1).log_prob(known)).any()

@@ -15,6 +15,8 @@ from numpyro.distributions import Distribution, constraints
 
 from numpyro_gpaug.distributions.mixtures import bisected_icdf
 
+# Nodes without a finite moment or density are left out if their weights add up to less.
+NEGLIGIBLE = 1e-3
 _BINARY = dist.BernoulliProbs, dist.BernoulliLogits
 _CLASSES = dist.CategoricalProbs, dist.CategoricalLogits, dist.OrderedLogistic
 
@@ -104,9 +106,13 @@ class PredictorMixture(Distribution):
         return jax.vmap(lambda moving: function(self._with(moving)))(self._moving)
 
     def _average(self, values: Array, event_dim: int = 0) -> Array:
-        if self.weights.ndim == 1:
-            return jnp.tensordot(self.weights, values, 1)
-        return (self._aligned(self.weights, values, event_dim) * values).sum(0)
+        weights = self._aligned(self.weights, values, event_dim)
+        plain = (weights * values).sum(0)
+        # Far in the tails, formulas of NumPyro are 0/0: truncated normals far outside.
+        known = jnp.isfinite(values)
+        lost = jnp.where(known, 0, weights).sum(0)
+        rest = (weights * jnp.where(known, values, 0)).sum(0) / (1 - lost)
+        return jnp.where((lost > 0) & (lost < NEGLIGIBLE), rest, plain)
 
     @staticmethod
     def _aligned(weights: Array, values: Array, event_dim: int = 0) -> Array:
@@ -156,8 +162,13 @@ class PredictorMixture(Distribution):
 
     def log_prob(self, value: Array) -> Array:
         densities = self._each(lambda d: d.log_prob(value))
-        weights = self._aligned(jnp.log(self.weights), densities)
-        return jax.nn.logsumexp(weights + densities, 0)
+        weights = self._aligned(self.weights, densities)
+        wrong = jnp.isnan(densities) | (densities == jnp.inf)
+        lost = jnp.where(wrong, weights, 0).sum(0)
+        few = wrong & (lost < NEGLIGIBLE)
+        terms = jnp.log(weights) + jnp.where(few, -jnp.inf, densities)
+        shifted = jnp.where(lost < NEGLIGIBLE, jnp.log1p(-lost), 0)
+        return jax.nn.logsumexp(terms, 0) - shifted
 
     def cdf(self, value: Array) -> Array:
         return self._average(self._each(lambda d: d.cdf(value)))

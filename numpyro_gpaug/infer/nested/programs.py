@@ -281,9 +281,13 @@ class Programs:
         :param start: the start of the Gaussian, for one point.
         :param data: the model's arguments.
         """
-        found = [
-            self.evaluate(point[None], start, data, gradient=True) for point in points
-        ]
+        found = []
+        for point in points:
+            at = self.evaluate(point[None], start, data, gradient=True)
+            if not np.isfinite(at.bound).all():
+                anew = self.no_start(data)
+                at = self.evaluate(point[None], anew, data, gradient=True)
+            found.append(at)
         return jax.tree.map(
             lambda *x: np.concatenate(x),
             *((x.bound, x.values, x.moments) for x in found),
