@@ -55,9 +55,9 @@ def data():
     labels = (X[:, 0] * X[:, 1] > 0).astype("int32")
     heavy = (X[:, 0] + 0.3 * rng.standard_t(3, ROWS)).astype("float32")
     counts = rng.poisson(2.0, ROWS).astype("int32")
-    waves = (np.sin(2 * X[:, 0]) + 0.1 * rng.normal(size=ROWS)).astype("float32")
-    parts = {"y": labels, "heavy": heavy, "counts": counts, "waves": waves}
-    return SimpleNamespace(X=X, Z=X[:5], **parts)
+    waves = np.sin(2 * X[:, 0]) + X @ [0.8, -0.5] + 0.1 * rng.normal(size=ROWS)
+    parts = {"y": labels, "heavy": heavy, "counts": counts}
+    return SimpleNamespace(X=X, Z=X[:5], waves=waves.astype("float32"), **parts)
 
 
 @pytest.fixture(scope="module")
