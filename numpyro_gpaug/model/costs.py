@@ -87,14 +87,14 @@ SAMPLE = Purpose(projected=True, largest=30_000)
 
 def kernel_entries(structure: Structure) -> int:
     """Return the number of entries of the kernel matrices between data and inducing
-    inputs.
+    inputs, each latent counted.
 
     :param structure: the structure of the model at its arguments.
     """
     rows = {name: f.shape[0] for name, f in structure.functions.items()}
     if structure.joint:
         return max(rows.values(), default=0) * structure.largest
-    return sum(rows[b.name] * b.shape[-1] for b in structure.processes)
+    return sum(rows[b.name] * prod(b.shape) for b in structure.processes)
 
 
 def densities(structure: Structure) -> int:

@@ -119,8 +119,13 @@ class Plan:
     @cached_property
     def work(self) -> int:
         """The operations of the costliest function of a step, in densities at nodes. An
-        entry of a kernel matrix takes less than a fifth of the time of a density."""
-        return max(kernel_entries(self.structure) // 8, densities(self.structure))
+        entry of a kernel matrix takes less than a fifth of the time of a density. With
+        several latents, a step has Newton steps and sums over classes at nodes: per
+        entry it takes about as long."""
+        entries = kernel_entries(self.structure)
+        if all(b.shape[0] == 1 for b in self.structure.processes):
+            entries //= 8
+        return max(entries, densities(self.structure))
 
     @property
     def optim(self) -> Any:
