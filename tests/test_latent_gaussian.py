@@ -176,6 +176,25 @@ def product(t, y=None):
         numpyro.sample("y", dist.Normal(a * t * b, 0.5), obs=y)
 
 
+def loaded(t, y=None):
+    """The model has a product of two Gaussians with mean zero."""
+    w = numpyro.sample("w", dist.Normal(0, 1))
+    f = numpyro.sample("f", dist.Normal(jnp.zeros(5), 1).to_event(1))
+    rate = jnp.exp(2 + w * f[jnp.arange(len(t)) % 5])
+    with numpyro.plate("data", len(t)):
+        numpyro.sample("y", dist.Poisson(rate), obs=y)
+
+
+def test_products_with_prior_mean_zero_start_beside_their_saddle():
+    """At the means, all derivatives vanish and w has no effect."""
+    f = np.array([-1.0, 0.7, 0.2, 1.1, -0.4])[np.arange(N) % 5]
+    posterior, result, _ = fitted(loaded, T, np.round(np.exp(2 + f)))
+    assert abs(posterior["w"].mean) > 5 * np.sqrt(posterior["w"].variance)
+    # Without the product, at w = 0.
+    at_zero = stats.poisson(np.exp(2)).logpmf(np.round(np.exp(2 + f))).sum()
+    assert -result.losses[-1] > at_zero + 10
+
+
 @pytest.mark.parametrize(
     "model",
     [heteroscedastic, *(slow(m) for m in (scaled, product))],

@@ -189,7 +189,11 @@ class AutoLatentGaussian(ConjugateGuide):
         prior, the expectation of a likelihood may not be finite: ``exp(f)`` overflows
         at a standard deviation of 14. Gaussian data start at the prior, because one
         step from any start is enough for them. Given natural parameters are filled up
-        with those of the prior."""
+        with those of the prior.
+
+        Pairs of predictors are observed a tenth of a standard deviation higher. If a
+        likelihood depends on the product of two predictors with prior mean zero, all
+        derivatives vanish at these means, which are not a maximum."""
         if not given.keys().isdisjoint(self.own_params()):
             leaves, treedef = jax.tree.flatten(self._prior)
             named = zip(self.own_params(), leaves, strict=True)
@@ -200,9 +204,11 @@ class AutoLatentGaussian(ConjugateGuide):
         if compared and view.expected("exact").quadratic:
             return {JOINT: prior}
         map_ = view.maps()[JOINT]
-        single = map_.single if isinstance(map_, PairedMap) else map_
-        seen = GaussianFactors(single.offset, jnp.ones_like(single.offset))
-        added = single.information(seen)
+        single, at = map_, map_.offset
+        if isinstance(map_, PairedMap):
+            single = map_.single
+            at = at.at[:, map_.left].add(0.1).at[:, map_.right].add(0.1)
+        added = single.information(GaussianFactors(at, jnp.ones_like(at)))
         return {JOINT: jax.tree.map(jnp.add, prior, added)}
 
     def natural_params(self, natural: dict[str, Any]) -> dict[str, Any]:

@@ -155,8 +155,6 @@ def at_prior_means(
         if message["type"] != "sample" or message["name"] not in names:
             return None
         fn: Any = message["fn"]
-        if (own := field(fn)) is not None:
-            return own.prior.value(jnp.zeros(own.shape))
         try:
             return jnp.broadcast_to(fn.mean, fn.shape())
         except NotImplementedError:  # of a transformed normal
