@@ -88,10 +88,10 @@ def test_failures_have_verdicts(fitted) -> None:
     np.testing.assert_array_equal(np.isfinite(fits.bounds), good)
     assert fits.verdicts[1] == "the bound is not finite"
     assert f"'effect' has {SUBJECTS} members" in fits.verdicts[2]
-    assert fits.verdicts[4] == "'y' is outside of its support"
+    assert fits.verdicts[4] == "'y' is NaN or outside of its support"
     table = fits.summary()
     assert table.xs("slope[1]", level="site")["sd"].notna().tolist() == good.tolist()
-    with pytest.raises(ValueError, match="response 4 has no posterior: 'y' is outside"):
+    with pytest.raises(ValueError, match="response 4 has no posterior: 'y' is NaN or"):
         fits.posterior(4)
     assert "6 posteriors of model" in repr(fits)
     assert "3  converged" in repr(fits)

@@ -164,7 +164,7 @@ def found(fit: Fit, num_steps: int, size: int) -> Fits:
     for (site, parameter), inside in fit.valid.items():
         what = f"parameter {parameter!r} of {site!r}" if parameter else f"{site!r}"
         verdicts[~inside], failed = (
-            f"{what} is outside of its support",
+            f"{what} is NaN or outside of its support",
             failed | ~inside,
         )
     for i, reason in _misfits(fit.codes):
