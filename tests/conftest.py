@@ -67,7 +67,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
             own = getattr(known, "__module__", None) == item.module.__name__
             if own and isinstance(known, _lru_cache_wrapper):
                 known.cache_clear()
-        if _memory() > 4e9:
+        if _memory() > 6e9:
             gc.unfreeze()
             jax.clear_caches()
         gc.collect()
