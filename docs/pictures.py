@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws the pictures of the examples page, small enough to be kept in the repository,
+"""Draw the pictures of the examples page, small enough to be kept in the repository,
 and the README's, which is the landing page's.
 
 Runs every example, nearly all with their defaults, and reduces what it drew::

@@ -105,14 +105,18 @@ class PredictorMixture(Distribution):
         """Apply a function to every component, nodes first."""
         return jax.vmap(lambda moving: function(self._with(moving)))(self._moving)
 
+    def _weighed(self, wrong: Array, event_dim: int = 0) -> Array:
+        """Return the weights of the nodes, aligned with ``wrong``. Wrong nodes have no
+        weight if together they weigh little: far in the tails, formulas of NumPyro are
+        0/0 (truncated normals far outside)."""
+        weights = self._aligned(self.weights, wrong, event_dim)
+        lost = jnp.where(wrong, weights, 0).sum(0)
+        few = (lost > 0) & (lost < NEGLIGIBLE)
+        return jnp.where(few, jnp.where(wrong, 0, weights) / (1 - lost), weights)
+
     def _average(self, values: Array, event_dim: int = 0) -> Array:
-        weights = self._aligned(self.weights, values, event_dim)
-        plain = (weights * values).sum(0)
-        # Far in the tails, formulas of NumPyro are 0/0: truncated normals far outside.
-        known = jnp.isfinite(values)
-        lost = jnp.where(known, 0, weights).sum(0)
-        rest = (weights * jnp.where(known, values, 0)).sum(0) / (1 - lost)
-        return jnp.where((lost > 0) & (lost < NEGLIGIBLE), rest, plain)
+        weights = self._weighed(~jnp.isfinite(values), event_dim)
+        return jnp.where(weights > 0, weights * values, 0).sum(0)
 
     @staticmethod
     def _aligned(weights: Array, values: Array, event_dim: int = 0) -> Array:
@@ -162,13 +166,9 @@ class PredictorMixture(Distribution):
 
     def log_prob(self, value: Array) -> Array:
         densities = self._each(lambda d: d.log_prob(value))
-        weights = self._aligned(self.weights, densities)
-        wrong = jnp.isnan(densities) | (densities == jnp.inf)
-        lost = jnp.where(wrong, weights, 0).sum(0)
-        few = wrong & (lost < NEGLIGIBLE)
-        terms = jnp.log(weights) + jnp.where(few, -jnp.inf, densities)
-        shifted = jnp.where(lost < NEGLIGIBLE, jnp.log1p(-lost), 0)
-        return jax.nn.logsumexp(terms, 0) - shifted
+        weights = self._weighed(jnp.isnan(densities) | (densities == jnp.inf))
+        terms = jnp.where(weights > 0, jnp.log(weights) + densities, -jnp.inf)
+        return jax.nn.logsumexp(terms, 0)
 
     def cdf(self, value: Array) -> Array:
         return self._average(self._each(lambda d: d.cdf(value)))
