@@ -181,15 +181,11 @@ def test_groups_that_are_new_beside_a_field(
     for white in (False, True):
         svi, fit = fitted(model, (AREA, HOSPITAL, 16), white)
         q = svi.posterior(fit)
-        new = AREA[:4], np.array([3, 17, 17, 18]), 20
-        predicted = q.predict_y(*new)
-        joint = q.predict_f(*new, site="eta", full_covariance=True).variance
-        found.append((predicted.mean, predicted.variance, joint))
         if not white:
             q.save(tmp_path / "fit.npz")
-            loaded = gpaug.Posterior.load(tmp_path / "fit.npz", model)
-            again = loaded.predict_y(*new).mean
-            np.testing.assert_allclose(again, predicted.mean, rtol=1e-5)
+            q = gpaug.Posterior.load(tmp_path / "fit.npz", model)
+        new = AREA[:4], np.array([3, 17, 17, 18]), 20
+        found.append(q.predict_f(*new, site="eta", full_covariance=True))
     close = 2e-3 if dtype == "float32" else 1e-7
     for one, two in zip(*found, strict=True):
         np.testing.assert_allclose(one, two, atol=close, rtol=close)
@@ -333,12 +329,12 @@ def test_steps_of_a_scan_may_be_cars():
             x = numpyro.sample("x", areas)
             return x, x
 
-        _, values = scan(step, jnp.zeros(9), None, length=40)
-        with numpyro.plate("steps", 40, dim=-2), numpyro.plate("areas", 9, dim=-1):
+        _, values = scan(step, jnp.zeros(9), None, length=8)
+        with numpyro.plate("steps", 8, dim=-2), numpyro.plate("areas", 9, dim=-1):
             numpyro.sample("y", dist.Normal(values, 0.5), obs=y)
 
     svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
-    y = RNG.normal(size=(40, 9))
+    y = RNG.normal(size=(8, 9))
     assert np.isfinite(svi.evaluate(svi.init(KEY, y), y))
 
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Structures of Gaussians against dense matrices."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -117,7 +116,6 @@ def test_a_structure_is_a_dense_gaussian(dtype, monkeypatch, kind, layout, other
 def test_information_about_a_chain_is_kept_where_its_prior_changes():
     layout = Layout(6, 2, 1, 6)
     links = [jnp.asarray(k * links_of(STATE, 1, 6)) for k in (1.0, 2.0)]
-    before, after = (correlated(layout).prior(float, x) for x in links)
 
     def given(prior):
         # The same function of the numbers, in any units.
@@ -129,23 +127,34 @@ def test_information_about_a_chain_is_kept_where_its_prior_changes():
         found = prior.structure.information(rows, one, one)
         return jax.tree.map(jnp.add, prior.natural, found)
 
-    found = after.rebased(given(before))
-    for x, y in zip(found, given(after), strict=True):
+    @jax.jit
+    def rebased(*links):
+        before, after = (correlated(layout).prior(float, x) for x in links)
+        return after.rebased(given(before)), given(after)
+
+    for x, y in zip(*rebased(*links), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-6)
 
 
 @pytest.mark.parametrize(("rows", "groups"), [(1, 1), (23, 5), (300, 2**31 - 1)])
 def test_rows_in_the_order_of_groups(rows, groups):
     group = np.random.default_rng(0).integers(0, groups, rows)
-    order = Order.by_group(jnp.asarray(group), groups, 16)
-    assert len(order.rows) % 16 == 0
-    np.testing.assert_array_equal(np.sort(order.rows[:rows]), np.arange(rows))
-    ordered = np.asarray(order.taken(jnp.asarray(group)))
+
+    @jax.jit
+    def everything(group):
+        order = Order.by_group(group, groups, 16)
+        ordered = order.taken(group)
+        total = order.weights(jnp.ones(rows)).sum()
+        return order.rows, ordered, order.back(ordered), total
+
+    places, ordered, back, total = map(np.asarray, everything(group))
+    assert len(places) % 16 == 0
+    np.testing.assert_array_equal(np.sort(places[:rows]), np.arange(rows))
     # With very many groups, near ones share a sorted number.
     near = max(1, groups * rows // 2**31)
     assert np.all(np.diff(ordered[:rows]) > -2 * near)
-    np.testing.assert_array_equal(order.back(jnp.asarray(ordered)), group)
-    assert order.weights(jnp.ones(rows)).sum() == rows
+    np.testing.assert_array_equal(back, group)
+    assert total == rows
 
 
 @pytest.mark.parametrize("size", [1.0, 3e3])
@@ -160,29 +169,35 @@ def test_variances_of_many_rows_are_sums_of_covariances(x64, monkeypatch, size):
     rows = Rows(own, group, np.full((200, 2), [3 * size, 1.0]), value, place)
     rows = jax.tree.map(jnp.asarray, rows)
     zeros, ones = (jnp.full((1, 200), x, float) for x in (0, 1))
-    predictors = SimpleNamespace(offset=zeros[0], residual=zeros[0], rows=rows)
-    map_ = structure.map(predictors)
-    factors = GaussianFactors(zeros, ones)
-    natural = jax.tree.map(
-        jnp.add, structure.standard(jnp.float64), map_.information(factors)
-    )
-    q = natural.moments()
-    found = map_.marginals(q).variance[0]
+
+    def map_of(rows):
+        given = SimpleNamespace(offset=zeros[0], residual=zeros[0], rows=rows)
+        return structure.map(given)
+
+    @jax.jit
+    def everything(rows):
+        added = map_of(rows).information(GaussianFactors(zeros, ones))
+        natural = jax.tree.map(jnp.add, structure.standard(jnp.float64), added)
+        q = natural.moments()
+        terms = jnp.stack(groups._terms(q, rows))
+        return q, map_of(rows).marginals(q).variance[0], terms
+
+    q, found, terms = everything(rows)
     dense = np.zeros((200, structure.size))
     dense[np.arange(200), group] = dense[np.arange(200), 22 + place[:, 0]] = size
     dense[:, 20:22] = [3 * size, 1.0]
     covariance = np.linalg.inv(np.eye(structure.size) + dense.T @ dense)
     wanted = np.einsum("ni,ij,nj->n", dense, covariance, dense)
     np.testing.assert_allclose(found, wanted, rtol=1e-7)
-    single = jax.tree.map(jnp.float32, q)
-    found = replace(map_, rows=jax.tree.map(_float32, rows)).marginals(single)
-    np.testing.assert_allclose(found.variance[0], wanted, rtol=1e-3)
-    terms = np.stack(groups._terms(q, rows))
+    single = jax.jit(lambda rows, q: map_of(rows).marginals(q).variance[0])
+    found = single(*jax.tree.map(_float32, (rows, q)))
+    np.testing.assert_allclose(found, wanted, rtol=1e-3)
     assert (np.abs(terms).sum(0).max() > 100 * wanted.min()) == (size > 1)
 
 
 def _float32(x):
-    return jnp.float32(x) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    x = np.asarray(x)
+    return x.astype("float32") if x.dtype.kind == "f" else x
 
 
 def test_a_walk_that_is_hardly_seen_in_single_precision():
