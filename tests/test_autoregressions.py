@@ -12,7 +12,6 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from numpyro.contrib.control_flow import scan
-from scipy import optimize
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.model import costs
@@ -219,65 +218,6 @@ def test_states_of_lags_are_chains_of_blocks(x64, monkeypatch, states, steps):
     np.testing.assert_allclose(found.variance.ravel(), variance, rtol=1e-8)
 
 
-def kept_distribution(phi, scale, steps=STEPS):
-    """Covariance (steps, items, steps, items) of a panel."""
-    apart = np.abs(np.arange(steps)[:, None] - np.arange(steps))
-    along = scale**2 / (1 - phi**2) * phi**apart
-    return np.einsum("ts,ij->tisj", along, np.eye(ITEMS))
-
-
-def evidence(phi, scale):
-    """Exact log marginal likelihood of a panel, and log prior but for a constant."""
-    rows = TIME * ITEMS + ITEM
-    whole = kept_distribution(phi, scale).reshape(STEPS * ITEMS, -1)[np.ix_(rows, rows)]
-    whole += NOISE**2 * np.eye(len(rows))
-    factor = np.linalg.cholesky(whole)
-    white = np.linalg.solve(factor, REAL)
-    logs = np.log(np.diag(factor)).sum() + 0.5 * len(rows) * np.log(2 * np.pi)
-    return -0.5 * white @ white - logs
-
-
-def log_prior(phi, scale):
-    return np.log(0.5) + 0.5 * np.log(2 / np.pi) - 0.5 * scale**2
-
-
-@pytest.mark.slow
-def test_a_learnt_panel_and_its_forecasts(x64, monkeypatch, tmp_path):
-    forced(monkeypatch)
-    model = model_of(panel)
-    guide = gpaug.AutoLatentGaussian(model)
-    svi = gpaug.ConjugateSVI(model, guide)
-    args = TIME, ITEM, REAL
-    fit = svi.run(jax.random.key(0), 100, *args, progress_bar=False, tol=1e-10)
-    assert "3 chains of 24 steps of 1 (x), 0 others" in repr(guide)
-
-    def loss(at):
-        phi, scale = np.tanh(at[0]), np.exp(at[1])
-        return -evidence(phi, scale) - log_prior(phi, scale)
-
-    best = optimize.minimize(loss, [0.1, -1.0], options={"gtol": 1e-8})
-    learnt = [fit.params[f"{name}_auto_loc"] for name in ("phi", "scale")]
-    np.testing.assert_allclose(fit.losses[-1], best.fun, rtol=1e-9)
-    found = np.tanh(best.x[0]), np.exp(best.x[1])
-    np.testing.assert_allclose(learnt, found, rtol=1e-3, atol=1e-4)
-
-    ahead, rows = STEPS + 4, TIME * ITEMS + ITEM
-    prior = kept_distribution(*learnt, ahead).reshape(ahead * ITEMS, -1)
-    seen = prior[np.ix_(rows, rows)] + NOISE**2 * np.eye(len(rows))
-    gain = np.linalg.solve(seen, prior[rows]).T
-    variance = np.diag(prior - gain @ prior[rows])
-    posterior = svi.posterior(fit)
-    posterior.save(tmp_path / "panel.npz")
-    loaded = gpaug.Posterior.load(tmp_path / "panel.npz", model)
-    for each in (posterior, loaded):
-        states = each.predict_f(*args[:2], steps=ahead, site="states")
-        np.testing.assert_allclose(states.mean.ravel(), gain @ REAL, atol=1e-8)
-        np.testing.assert_allclose(states.variance.ravel(), variance, rtol=1e-8)
-    y = posterior.predict_y(*args[:2], steps=ahead)
-    np.testing.assert_allclose(y.mean, (gain @ REAL)[rows], atol=1e-8)
-    np.testing.assert_allclose(y.variance, variance[rows] + NOISE**2, rtol=1e-8)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("states", [panel, begun, trend, vector])
 def test_a_chain_of_counts_is_a_dense_gaussian(x64, monkeypatch, states):
@@ -305,26 +245,6 @@ def test_a_chain_of_counts_is_a_dense_gaussian(x64, monkeypatch, states):
         last, there = (x.predict_f(*args[:2], site="last") for x in (posterior, dense))
         np.testing.assert_allclose(last.mean, there.mean, atol=1e-3)
         np.testing.assert_allclose(last.variance, there.variance, rtol=1e-2)
-
-
-@pytest.mark.slow
-def test_a_coefficient_is_integrated(monkeypatch):
-    """Weighted points agree with a grid, with Normal data."""
-    forced(monkeypatch)
-    nested = gpaug.NestedVI(model_of(panel), num_points=128, progress_bar=False)
-    nested.run(jax.random.key(0), TIME, ITEM, REAL)
-    phi, scale = np.linspace(-0.995, 0.995, 80), np.linspace(0.01, 3, 80)
-    logs = np.array([[evidence(a, b) + log_prior(a, b) for b in scale] for a in phi])
-    density = np.exp(logs - logs.max())
-    cell = (phi[1] - phi[0]) * (scale[1] - scale[0])
-    exact = np.log(density.sum() * cell) + logs.max()
-    found = nested.get_extra_fields()
-    error = found["log_evidence_error"]
-    assert abs(found["log_evidence"] - exact) < 4 * error < 0.4
-    draws = nested.get_samples()
-    mean = (phi[:, None] * density).sum() / density.sum()
-    spread = np.sqrt(((phi[:, None] - mean) ** 2 * density).sum() / density.sum())
-    np.testing.assert_allclose(draws["phi"].mean(), mean, atol=0.2 * spread)
 
 
 def kalman(t, y, phi, scale, steps):

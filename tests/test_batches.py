@@ -32,14 +32,6 @@ def model(X, y=None, *, Z, total=None):
         numpyro.sample("y", dist.Bernoulli(logits=gp(X)), obs=y)
 
 
-def weights_too(X, y=None, *, Z):
-    """Two blocks; a likelihood that is not log-concave."""
-    w = numpyro.sample("w", dist.Normal(jnp.zeros(2), 1.0).to_event(1))
-    gp = gpaug.GaussianProcess("f", gpaug.kernels.Matern52(1.0), Z)
-    with numpyro.plate("data", len(X)):
-        numpyro.sample("y", dist.StudentT(4.0, gp(X) + X @ w, 0.3), obs=y)
-
-
 def effects(X, y=None, *, Z):
     a = numpyro.sample("a", dist.Normal(0.0, 1.0))
     tau = numpyro.sample("tau", dist.HalfNormal(1.0))
@@ -162,39 +154,6 @@ def test_parquet(data, tmp_path):
 
 
 # -- fits -----------------------------------------------------------------------------
-
-
-@pytest.mark.slow  # quick below, with hyperparameters
-@pytest.mark.parametrize(
-    ("fn", "guide", "y"),
-    [
-        (weights_too, gpaug.AutoSparseGP, "heavy"),
-        (effects, gpaug.AutoLatentGaussian, "counts"),
-    ],
-)
-def test_steps_on_all_data_in_blocks_are_those_in_memory(data, fn, guide, y):
-    arrays = data.X, getattr(data, y)
-    svi = gpaug.ConjugateSVI(fn, guide(fn), None)
-    # Some guides start from the first block of rows.
-    how = {"Z": data.Z, **QUIET, "init_state": svi.init(KEY, *arrays, Z=data.Z)}
-    whole = svi.run(KEY, 5, *arrays, **how)
-    read = svi.run(KEY, 5, gpaug.Blocks(arrays, 20), **how)
-    np.testing.assert_allclose(read.losses, whole.losses, rtol=1e-5)
-    for name, value in whole.params.items():
-        scale = np.abs(value).max()
-        np.testing.assert_allclose(read.params[name], value, atol=2e-4 * scale)
-    # It stops as a fit in memory does.
-    blocks = gpaug.Blocks(arrays, 20)
-    state = read.state
-    stopped = svi.run(KEY, 40, blocks, Z=data.Z, tol=0.1, init_state=state, **QUIET)
-    assert 2 <= len(stopped.losses) < 20
-    # It also reports inducing inputs that are out of reach.
-    for name, share in whole.state.unreached.items():
-        assert share == read.state.unreached[name] < 0.5
-        how["Z"] = data.Z + 1e6
-        with pytest.warns(UserWarning, match="different units or regions") as seen:
-            svi.run(KEY, 1, blocks, **how)
-        assert len(seen) == 1
 
 
 def softmax(X, y=None, *, Z):

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-import optax
 import pytest
 from numpyro import handlers
 from scipy.special import ndtr
@@ -22,7 +21,6 @@ GOLDEN = json.loads(
     (Path(__file__).parent / "golden" / "problem_bayesian_svm.json").read_text()
 )
 KEY = jax.random.key(0)
-POSITIVE = dist.constraints.positive
 QUIET = {"progress_bar": False}
 
 
@@ -41,27 +39,6 @@ def machine(X, y=None, *, inducing, batch=None, weight=1.0):
         y = None if y is None else y[i]
         with handlers.scale(scale=weight):
             numpyro.sample("y", gpaug.BayesianSVM(gp(X[i])), obs=y)
-
-
-def several_kernels(X, y=None, *, inducing, processes=False):
-    """One kernel per column, each with a learnt weight."""
-    weights = numpyro.param("weights", jnp.ones(2), constraint=POSITIVE)
-    far = 1e3
-    first, second = (
-        gpaug.kernels.SquaredExponential(jnp.array(lengthscale), 1.0)
-        for lengthscale in ([0.7, far], [far, 0.7])
-    )
-    if processes:
-        Z = inducing
-        f = sum(
-            jnp.sqrt(weights[j]) * gpaug.GaussianProcess(f"f{j}", kernel, Z)(X)
-            for j, kernel in enumerate((first, second))
-        )
-    else:
-        kernel = weights[0] * first + weights[1] * second
-        f = gpaug.GaussianProcess("f", kernel, inducing=inducing)(X)
-    with numpyro.plate("data", X.shape[0]):
-        numpyro.sample("y", gpaug.BayesianSVM(f), obs=y)
 
 
 def primal(X, y=None, *, scale, batch=None):
@@ -160,16 +137,6 @@ def test_both_predictive_rules_of_one_fit(x64, tmp_path) -> None:
     np.testing.assert_allclose(np.exp(scores), expected, rtol=1e-7)
 
 
-def test_the_two_rules_by_brute_force() -> None:
-    golden = GOLDEN["predict"]
-    m, v = np.array(golden["mean"]), np.array(golden["var"])
-    draws = m + np.sqrt(v) * np.random.default_rng(0).normal(size=(200_000, 1))
-    hinge = [np.exp(-2 * np.maximum(1 - sign * draws, 0)) for sign in (-1, 1)]
-    ratio = hinge[1] / (hinge[0] + hinge[1])
-    np.testing.assert_allclose(ndtr(draws).mean(0), golden["p_probit"], atol=4e-3)
-    np.testing.assert_allclose(ratio.mean(0), golden["p_ratio"], atol=4e-3)
-
-
 # -- minibatches -----------------------------------------------------------------------
 
 
@@ -218,20 +185,6 @@ def test_minibatches_end_near_the_optimum(x64, step_size, most) -> None:
 
 
 # -- hyperparameters -------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("processes", [False, True])
-def test_weights_of_several_kernels(x64, processes) -> None:
-    X, y = toy(150, flipped=0)
-    Z = X[:30]
-    _, result = fit(
-        several_kernels, 100, X, y, inducing=Z, processes=processes,
-        optim=optax.adam(0.1),
-    )  # fmt: skip
-    first, second = result.params["weights"]
-    assert first > 20 * second
-    assert result.losses[-1] < result.losses[5]
 
 
 # -- the linear machine in its primal form ---------------------------------------------

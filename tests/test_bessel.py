@@ -179,12 +179,3 @@ def test_e2(dtype):
         exact = [float(mp.exp(v) - 1 - v) for v in map(mp.mpf, u.astype(float))]
     ours = jax.jit(e2)(u)
     np.testing.assert_allclose(ours, exact, rtol=tol(dtype, 2e-6, 4e-15))
-
-
-@pytest.mark.slow
-def test_values_against_mpmath_at_random(x64):
-    rng = np.random.default_rng(0)
-    nu, x = rng.uniform(0, 50, 300), 10 ** rng.uniform(-8, 4, 300)
-    with mp.workdps(40):
-        exact = [float(mp.log(mp.besselk(n, z))) for n, z in zip(nu, x, strict=True)]
-    np.testing.assert_allclose(value(nu, x), exact, rtol=1e-12, atol=1e-12)

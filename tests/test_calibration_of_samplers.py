@@ -189,12 +189,8 @@ def test_all_augmentations_are_here() -> None:
     assert {n for names in TOGETHER.values() for n in names} <= set(LIKELIHOODS)
 
 
-@pytest.mark.parametrize(
-    "latents",
-    ["two latents",
-     slow("one latent"),
-     slow("three latents")],
-)  # fmt: skip
+@pytest.mark.slow  # every conditional is quick in test_augmentations.py
+@pytest.mark.parametrize("latents", TOGETHER)
 def test_ranks_are_uniform(latents) -> None:
     p = worst_p_value(ranks(TOGETHER[latents], jax.random.key(len(latents))))
     assert p > LEVEL / len(TOGETHER)

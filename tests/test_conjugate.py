@@ -16,7 +16,6 @@ from scipy import stats
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.infer import Adaptive, RobbinsMonro
-from numpyro_gpaug.math.logistic import expected_log_sigmoid
 from numpyro_gpaug.model.arguments import Arguments
 from tests.conftest import slow
 from tests.models import covariance
@@ -115,25 +114,6 @@ def test_regression_equals_the_exact_posterior() -> None:
     np.testing.assert_allclose(f.variance, variance, atol=1e-6)
     density = stats.multivariate_normal(np.zeros(30), gram).logpdf(y)
     np.testing.assert_allclose(-result.losses[-1], density, rtol=1e-7)
-
-
-def test_sparse_with_all_inputs_equals_a_dense_reference() -> None:
-    """Newton's method on the exact bound over dense full-GP moments, by hand."""
-    X, y = toy(25)
-    svi, result = fit(classifier, X, y, inducing=X, variance=2.0, num_steps=80)
-    f = svi.posterior(result).predict_f(X)
-    K = covariance(X, X, 1.0, 2.0) + 2e-10 * np.eye(25)
-    # Stationarity: m = K dE/dm and S^-1 = K^-1 - 2 diag(dE/dv).
-    sign = 2 * np.asarray(y) - 1
-
-    def total(m, v):
-        return expected_log_sigmoid(sign * m, v).sum()
-
-    slope, curvature = jax.jit(jax.grad(total, (0, 1)))(f.mean, f.variance)
-    np.testing.assert_allclose(f.mean, K @ np.asarray(slope), atol=1e-5)
-    W = np.diag(-2 * np.asarray(curvature))
-    S = np.linalg.inv(np.eye(25) + K @ W) @ K
-    np.testing.assert_allclose(f.variance, np.diag(S), atol=1e-5)
 
 
 @pytest.mark.parametrize("updates", ["exact", slow("augmented")])
@@ -363,54 +343,3 @@ def test_what_a_user_changes_later_is_not_seen(offset: int) -> None:
     (array,) = Arguments.split((numbers,), {}).arrays
     numbers[:] = 5
     np.testing.assert_array_equal(array, 1)
-
-
-def test_likelihood_parameters_are_learnt_on_the_same_bound() -> None:
-    def model(X, y=None):
-        positive = dist.constraints.positive
-        scale = numpyro.param("scale", 1.0, constraint=positive)
-        return regression(X, y, inducing=X, scale=scale)
-
-    X, _ = toy(20, 1)
-    noise = np.random.default_rng(7).normal(size=20)
-    y = np.sin(2 * X[:, 0]) + 0.2 * noise
-    _, result = fit(model, X, y, num_steps=200, optim=optax.adam(0.05))
-    assert np.diff(result.losses).max() < 1e-8
-    # The bound of a conjugate model is the evidence: compare with its own maximum.
-    eigenvalues, vectors = np.linalg.eigh(matern(X, X))
-
-    def evidence(scale):
-        variances = eigenvalues + scale**2
-        return -0.5 * np.sum(np.log(variances) + (vectors.T @ y) ** 2 / variances)
-
-    grid = np.linspace(0.05, 0.6, 400)
-    best = grid[np.argmax([evidence(scale) for scale in grid])]
-    np.testing.assert_allclose(result.params["scale"], best, rtol=0.02)
-
-
-def test_a_subset_of_latents_leaves_the_others_at_the_prior() -> None:
-    def model(X, y=None, *, inducing, latents):
-        kernel = gpaug.kernels.SquaredExponential(variance=jnp.ones(3))
-        gp = gpaug.GaussianProcess("f", kernel, inducing, num_latents=3)
-        with numpyro.plate("data", X.shape[0]):
-            d = dist.Bernoulli(logits=gp(X, latents=latents)).to_event(1)
-            numpyro.sample("y", d, obs=y)
-
-    X, y = toy(60)
-    Y, subset = np.stack([y, 1 - y], 1), np.array([2, 0])
-    arguments = {"inducing": X[:20], "latents": subset, "num_steps": 5}
-    svi, part = fit(model, X, Y, **arguments)
-    # Labels and their opposites: twice the bound of one fit.
-    _, one = classify(num_steps=5)
-    np.testing.assert_allclose(part.losses, 2 * one.losses, rtol=1e-8)
-    precision = np.asarray(part.params["f.v_auto_precision"])
-    np.testing.assert_array_equal(precision[1], np.eye(20))
-    potential = np.asarray(part.params["f.v_auto_potential"])
-    for c, sign in ((2, 1), (0, -1)):
-        expected = np.asarray(one.params["f.v_auto_precision"])
-        np.testing.assert_allclose(precision[c], expected, rtol=1e-7, atol=1e-7)
-        expected = sign * np.asarray(one.params["f.v_auto_potential"])
-        np.testing.assert_allclose(potential[c], expected, rtol=1e-7, atol=1e-7)
-    posterior = svi.posterior(part)
-    joint = posterior.predict_f(X[:4], full_covariance=True)
-    assert joint.variance.shape == (2, 4, 4)

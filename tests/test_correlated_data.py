@@ -84,27 +84,6 @@ def test_several_outcomes_of_a_datum_against_linear_algebra(x64, covariance):
     np.testing.assert_allclose(means, J @ mean, rtol=1e-8)
 
 
-def series(X, y=None):
-    """Residuals that are correlated along the rows."""
-    b = numpyro.sample("b", dist.Normal(0, 3).expand([2]).to_event(1))
-    covariance = jnp.asarray(STEPS)[: len(X), : len(X)]
-    numpyro.sample("y", dist.MultivariateNormal(X @ b, covariance), obs=y)
-
-
-@pytest.mark.slow
-def test_data_that_are_all_correlated_against_linear_algebra(x64):
-    svi = gpaug.ConjugateSVI(series, gpaug.AutoLatentGaussian(series))
-    fit = svi.run(jax.random.key(0), 20, X, Y[:, 0], progress_bar=False)
-    mean, spread, evidence = posterior_of(3 * X, STEPS, Y[:, 0])
-    np.testing.assert_allclose(-fit.losses[-1], evidence, rtol=1e-9)
-    J = 3 * NEW
-    with pytest.warns(UserWarning, match="'y' are correlated .* another set"):
-        predicted = svi.posterior(fit).predict_y(NEW)
-    expected = J @ spread @ J.T + STEPS[:4, :4]
-    np.testing.assert_allclose(predicted.mean, J @ mean, rtol=1e-8)
-    np.testing.assert_allclose(predicted.covariance_matrix, expected, rtol=1e-8)
-
-
 U = np.array([[0.6, 0.2, 0.0], [0.2, 0.5, -0.1], [0.0, -0.1, 0.4]])
 TABLES, MORE = RNG.normal(size=(N, 3, 2)), RNG.normal(size=(4, 3, 2))
 

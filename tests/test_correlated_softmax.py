@@ -16,12 +16,10 @@ from numpyro_gpaug.math.correlated_softmax import (
     expected_softmax,
     pair_places,
 )
-from numpyro_gpaug.model import costs
 
 N, C = 40, 3
 RNG = np.random.default_rng(2)
 T = np.linspace(-2, 2, N)
-GROUP = RNG.integers(0, 18, N)
 CLASSES = np.array([RNG.choice(C, p=softmax([0.5, t, -0.3])) for t in T])
 
 
@@ -167,33 +165,3 @@ def test_counts_are_classes_one_by_one(x64, model, family):
     np.testing.assert_allclose(many.mean, total[:3, None] * probs, atol=0.01)
     draws = many.sample(jax.random.key(0), (50,))
     np.testing.assert_array_equal(draws.sum(-1), np.tile(total[:3], (50, 1)))
-
-
-def choices(t, group, y=None):
-    """An intercept of every group and class, the first class for comparison."""
-    scale = numpyro.sample("scale", dist.HalfNormal(1))
-    slope = numpyro.sample("slope", dist.Normal(0, 1).expand([2]).to_event(1))
-    with numpyro.plate("groups", 18):
-        own = numpyro.sample("own", dist.Normal(0, scale).expand([2]).to_event(1))
-    eta = own[group] + t[:, None] * slope
-    logits = jnp.concatenate([jnp.zeros((len(t), 1)), eta], 1)
-    with numpyro.plate("data", len(t)):
-        numpyro.sample("y", dist.Categorical(logits=logits), obs=y)
-
-
-@pytest.mark.slow
-def test_groups_fit_what_a_matrix_fits(x64, monkeypatch):
-    found = []
-    for overhead in (np.inf, -np.inf):
-        monkeypatch.setattr(costs, "_OVERHEAD", overhead)
-        svi = gpaug.ConjugateSVI(choices, gpaug.AutoLatentGaussian(choices))
-        fit = svi.run(jax.random.key(0), 40, T, GROUP, CLASSES, progress_bar=False)
-        posterior = svi.posterior(fit)
-        probs = posterior.predict_y(T[:5], GROUP[:5]).probs
-        found.append((posterior["own"], fit, probs))
-    assert "18 groups of 2 (own), 2 others" in repr(svi.guide)
-    (dense, one, here), (grouped, other, there) = found
-    np.testing.assert_allclose(other.losses[-1], one.losses[-1], rtol=1e-8)
-    np.testing.assert_allclose(grouped.mean, dense.mean, atol=1e-4)
-    np.testing.assert_allclose(grouped.variance, dense.variance, rtol=1e-4)
-    np.testing.assert_allclose(there, here, rtol=1e-4)

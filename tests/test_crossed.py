@@ -139,27 +139,6 @@ def check_moments(sides, dtype):
         assert np.abs(value - right).max() < tolerance * scale, name
 
 
-@pytest.mark.slow
-def test_several_precisions_and_draws_at_once():
-    structure, rows, factors, dense = problem((30, 4, 3), 200, "float32")
-    projection, precision, _ = dense
-    eye = jnp.eye(structure.size)
-
-    @jax.jit
-    def found(rows, factors):
-        def at(scale):
-            q, *_ = moments_at(structure, rows, factors, scale)
-            return q.log_det[0], q.unwhiten(eye) - jax.vmap(q.unwhiten)(eye)
-
-        return jax.vmap(at)(jnp.array([1, 0.5]))
-
-    log_det, off = found(rows, factors)
-    for scale, value in zip((1, 0.5), log_det, strict=True):
-        whole = eye + scale * (projection * precision) @ projection.T
-        np.testing.assert_allclose(value, -np.linalg.slogdet(whole)[1], rtol=1e-4)
-    assert np.abs(off).max() < 1e-5
-
-
 def test_noise_of_many_levels_is_small_and_stated():
     structure, rows, factors, dense = problem((80, 60), 1500, "float32")
     projection, precision, _ = dense

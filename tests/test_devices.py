@@ -133,37 +133,6 @@ def collectives(text):
     return found
 
 
-CASES = {
-    "bernoulli": {},
-    "softmax": {"likelihood": "softmax", "latents": 3},
-    "student": {"likelihood": "student"},
-}
-
-
-@pytest.mark.slow  # quick for uneven rows, and for labels in blocks
-@pytest.mark.parametrize(
-    ("case", "size"),
-    [
-        ("bernoulli", blocks.WHOLE),
-        ("bernoulli", 512),
-        ("softmax", 512),
-        ("student", 512),
-    ],
-)
-def test_only_sums_of_the_size_of_latents_go_between_devices(case, size):
-    rows = 1280
-    X, y, _ = data(rows)
-    y = X[:, 0] if case == "student" else y
-    kwargs = {"Z": X[:8], **CASES[case]}
-    alone = fit(process, gpaug.AutoSparseGP, (X, y), **kwargs)[1]
-    with small_blocks(size):
-        _, result, found = fit(process, gpaug.AutoSparseGP, shared_out(X, y), **kwargs)
-    np.testing.assert_allclose(result.losses, alone.losses, rtol=2e-5)
-    assert {kind for kind, _ in found} == {"all-reduce"}
-    # All messages together have less than one number per row.
-    assert sum(size for _, size in found) < 4 * rows
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [blocks.WHOLE, 512])
 def test_learning_takes_sums_alone_too(size):

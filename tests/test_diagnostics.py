@@ -185,22 +185,6 @@ def test_log_likelihood_and_log_p_integrate_the_residual(x64, model):
     np.testing.assert_allclose(flat(tree, "log_q"), q.logpdf(v))
 
 
-def test_quadrature_route_matches_the_closed_form(x64):
-    X, y, labels = data()
-    Z = X[::4]
-
-    def unregistered(X, y=None):
-        gp = gpaug.GaussianProcess("f", kernel(), inducing=Z)
-        with numpyro.plate("data", X.shape[0]):
-            numpyro.sample("y", dist.BernoulliProbs(jax.nn.sigmoid(gp(X))), obs=y)
-
-    params, _ = gaussian(X, y, Z)
-    closed = sparse_tree(classification)
-    nodes = draws(unregistered, params, X, labels)
-    for name in ("log_p", "log_q"):
-        np.testing.assert_allclose(flat(closed, name), flat(nodes, name), rtol=1e-6)
-
-
 def test_a_handwritten_guide(x64):
     X, y, _ = data(8)
 

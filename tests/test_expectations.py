@@ -246,36 +246,6 @@ def test_expand_broadcasts(wrapped):
 # Predictive distributions.
 
 
-@pytest.mark.usefixtures("x64")
-def test_predictive_bernoulli():
-    points = np.array([(0.3, 1.0), (-4, 30), (2, 1e-4), (0, 1e6)])
-    m, v = points.T
-
-    @jax.jit
-    def everything(m, v):
-        d = dist.Bernoulli(logits=jnp.zeros(4)).to_event(1)
-        new = predictive(d, {"logits": m}, {"logits": v})
-        return new.probs, new.log_prob(jnp.ones(4))
-
-    probs, log_prob = everything(m, v)
-    assert_close(probs, reference(sigmoid, points))
-    assert_close(log_prob, np.log(reference(sigmoid, points)))
-
-
-@pytest.mark.usefixtures("x64")
-def test_predictive_normal():
-    @jax.jit
-    def moments():
-        d = dist.Normal(jnp.zeros(2), 0.5)
-        means, variances = jnp.array([1, 2.0]), jnp.array([0, 2.0])
-        new = predictive(d, {"loc": means}, {"loc": variances})
-        return new.mean, new.variance
-
-    mean, variance = moments()
-    assert_close(mean, [1, 2])
-    assert_close(variance, [0.25, 2.25])
-
-
 def test_unknown_likelihoods_raise():
     with pytest.raises(UnknownLikelihoodError, match="Poisson"):
         gpaug.expected_log_prob(dist.Poisson(1.0), 1, {}, {})

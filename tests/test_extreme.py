@@ -154,33 +154,6 @@ def clusters(per_class, seed):
 
 
 @pytest.mark.slow
-def test_drawn_classes_reach_the_fit_of_all() -> None:
-    X, y = clusters(PER_CLASS, 1)
-    X_test, y_test = clusters(40, 2)
-    Z = X[np.random.default_rng(3).permutation(len(X))[:30]]
-    guide = gpaug.AutoSparseGP(whole)
-    full = gpaug.ConjugateSVI(whole, guide)
-    result = full.run(KEY, 150, X, y, inducing=Z, progress_bar=False)
-
-    def score(params):
-        posterior = full.posterior(params, X, y, inducing=Z)
-        return posterior.log_prob(X_test, y_test).mean()
-
-    reference = score(result.params)
-    members = jnp.arange(len(X)).reshape(CLASSES, PER_CLASS)
-    svi = gpaug.ConjugateSVI(
-        sampled, gpaug.AutoSparseGP(sampled), optax.adam(0.1), updates="exact"
-    )
-    drawn = svi.run(
-        KEY, 2000, X, members, inducing=Z, num_rows=150, num_drawn=4,
-        progress_bar=False,
-    )  # fmt: skip
-    assert abs(score(drawn.params) - reference) < 0.01
-    bound = -np.mean(drawn.losses[-200:]) / len(X)
-    assert abs(bound + result.losses[-1] / len(X)) < 0.05
-
-
-@pytest.mark.slow
 def test_all_classes_at_once_bound_the_logistic_softmax() -> None:
     X, y = clusters(6, 1)
     members = jnp.asarray(np.arange(len(X)).reshape(CLASSES, 6))

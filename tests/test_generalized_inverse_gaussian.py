@@ -5,12 +5,11 @@ import json
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import random
 from numpyro.distributions.kl import kl_divergence
-from scipy.stats import gamma, invgamma, invgauss
+from scipy.stats import invgauss
 
 from numpyro_gpaug import GeneralizedInverseGaussian as GIG
 from numpyro_gpaug import InverseGaussian
@@ -121,54 +120,6 @@ def test_score_identities(dtype):
     np.testing.assert_allclose(by_p, np.log(z) - column("Elog"), rtol=atol, atol=atol)
     np.testing.assert_allclose(by_a, (column("mean") - z) / 2, rtol=atol, atol=atol)
     np.testing.assert_allclose(by_b, (column("Einv") - 1 / z) / 2, rtol=atol, atol=atol)
-
-
-@pytest.mark.slow
-def test_second_derivatives_are_covariances(x64):
-    d = golden_distribution("float64")
-    index = slice(2, 13)
-    at = tuple(v[index] for v in (d.p, d.a, d.b))
-    hessian = jax.jit(jax.vmap(jax.hessian(log_prob, argnums=(1, 2, 3))))
-    second = hessian(jnp.ones(11), *at)
-    np.testing.assert_allclose(second[1][1], -d.variance[index] / 4, rtol=1e-9)
-    flipped = GIG(-at[0], at[2], at[1])
-    np.testing.assert_allclose(second[2][2], -flipped.variance / 4, rtol=1e-9)
-    step = 1e-5
-
-    def mean_log(p):
-        return GIG(p, *at[1:]).mean_log
-
-    numeric = (mean_log(at[0] + step) - mean_log(at[0] - step)) / (2 * step)
-    np.testing.assert_allclose(second[0][0], -numeric, rtol=1e-7)
-    by_p = jax.jvp(mean_log, at[:1], (jnp.ones(11),))[1]
-    np.testing.assert_allclose(by_p, numeric, rtol=1e-7)
-
-
-@pytest.mark.slow
-def test_gamma_limits(dtype):
-    """With a vanishing coefficient the distribution is Gamma or inverse Gamma."""
-    x = np.array([[0.1], [1.0], [7.0]], dtype)
-    small, rtol = 1e-25, tol(dtype, 3e-6, 1e-12)
-    distributions = np.array([[2.5, 1.5, small], [-2.5, small, 1.5]], dtype)
-    both, values = GIG(*distributions.T), x.astype(float)[:, 0]
-    got, logs = summary(both), np.asarray(density(both, x))
-    ours = {k: np.asarray(v) for k, v in got.items()}
-    want = gamma(2.5, scale=1 / 0.75)
-    np.testing.assert_allclose(logs[:, 0], want.logpdf(values), rtol=rtol, atol=rtol)
-    np.testing.assert_allclose(
-        [ours[k][0] for k in ("mean", "variance", "entropy")],
-        [want.mean(), want.var(), want.entropy()],
-        rtol=rtol,
-    )
-    np.testing.assert_allclose(ours["mean_reciprocal"][0], 0.75 / 1.5, rtol=rtol)
-    want = invgamma(2.5, scale=0.75)
-    np.testing.assert_allclose(logs[:, 1], want.logpdf(values), rtol=rtol, atol=rtol)
-    # The variance converges slowly, as the square root of the coefficient.
-    np.testing.assert_allclose(
-        [ours["mean"][1], ours["variance"][1]],
-        [want.mean(), want.var()],
-        rtol=10 * rtol,
-    )
 
 
 # Draws, densities and slopes in the order stay finite over all of these.

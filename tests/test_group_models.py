@@ -230,32 +230,6 @@ def test_what_a_datum_compares_is_not_a_group(monkeypatch):
     assert guide.structure.largest == 40
 
 
-@pytest.mark.slow
-def test_minibatches_of_rows(monkeypatch):
-    """Against what is exact for normal data."""
-
-    def batched(t, group, y=None):
-        with numpyro.plate("groups", 40):
-            a = numpyro.sample("a", dist.Normal(0, 1))
-        with numpyro.plate("data", N, subsample_size=100 if y is not None else None):
-            t, group, y = (
-                x if x is None else numpyro.subsample(x, event_dim=0)
-                for x in (t, group, y)
-            )
-            numpyro.sample("y", dist.Normal(a[group] - 0.3 * t, 0.5), obs=y)
-
-    monkeypatch.setattr(costs, "_OVERHEAD", -np.inf)
-    guide = gpaug.AutoLatentGaussian(batched)
-    svi = gpaug.ConjugateSVI(batched, guide, optim=None)
-    fit = svi.run(jax.random.key(0), 600, T, GROUP, REAL, progress_bar=False)
-    assert "groups of" in repr(guide)
-    a = svi.posterior(fit)["a"]
-    variance = 1 / (1 + 4 * np.bincount(GROUP, minlength=40))
-    mean = variance * 4 * np.bincount(GROUP, REAL + 0.3 * T, minlength=40)
-    np.testing.assert_allclose(a.mean, mean, atol=0.1)
-    np.testing.assert_allclose(a.variance, variance, rtol=0.1)
-
-
 def test_no_array_of_groups_by_groups_or_rows_by_groups(monkeypatch):
     """The sizes differ, so that the shapes of a compiled step identify them."""
     rows, groups, items = 3001, 613, 53

@@ -16,6 +16,7 @@ import numpyro_gpaug as gpaug
 from numpyro_gpaug.infer.mcmc import gibbs
 from numpyro_gpaug.model import costs
 from tests.chains import assert_same_distribution, importance_draws, many_chains
+from tests.conftest import slow
 from tests.test_joint_slices import GROUP, GROUPS, TAU, N, X, given, mixed
 
 KEY = jax.random.key(0)
@@ -44,9 +45,8 @@ def log_density(z, data):
     ("likelihood", "y", "data"),
     [
         (logistic, LABELS, lambda f: -np.logaddexp(0, (1 - 2 * LABELS) * f)),
-        (robust, REALS, lambda f: -2.5 * np.log1p((REALS - f) ** 2)),
+        slow(robust, REALS, lambda f: -2.5 * np.log1p((REALS - f) ** 2)),
     ],
-    ids=["logistic", "student"],
 )
 def test_mixed_models_are_sampled_exactly(likelihood, y, data) -> None:
     z = importance_draws(partial(log_density, data=data), 2 + GROUPS)

@@ -185,14 +185,6 @@ def test_no_cancellation_in_single_precision(columns, mean, lengthscale, toleran
 
 
 @pytest.mark.parametrize("columns", COLUMNS)
-def test_diagonal_is_exact_for_the_same_object(columns):
-    X = 50 + draw(0, 20, columns)
-    every = [Kernel(0.3) + 0.5 for Kernel in STATIONARY]
-    for _, same, _ in evaluate_all(every, X, X[:1]):
-        np.testing.assert_array_equal(np.diag(same), 1.5)
-
-
-@pytest.mark.parametrize("columns", COLUMNS)
 def test_gradient_is_finite_at_coincident_points(columns):
     X = draw(0, 5, columns)
     X[1] = X[0]

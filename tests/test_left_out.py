@@ -99,7 +99,7 @@ JOINT = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["normal", slow("counts"), "spread"])
+@pytest.mark.parametrize("name", [slow("normal"), slow("counts"), "spread"])
 def test_a_joint_gaussian_is_near_refits(name) -> None:
     model, y, close = JOINT[name]
     svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model), None)

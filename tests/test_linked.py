@@ -416,30 +416,6 @@ def test_heights_with_a_prior_through_both_routes(x64, gradients: bool) -> None:
     np.testing.assert_allclose(q.mean, expected / (1 + weight), atol=2e-3)
 
 
-@pytest.mark.parametrize("order", ["free", "increasing"])
-@pytest.mark.slow
-def test_a_learnt_link_beats_a_straight_line(order: str) -> None:
-    X, y, Z = skewed_data()
-    guide = gpaug.AutoSparseGP(regression)
-    svi = gpaug.ConjugateSVI(regression, guide, optax.adam(0.05))
-    kwargs = {"inducing": Z, "order": order}
-    result = svi.run(KEY, 150, X, y, progress_bar=False, **kwargs)
-    predicted = svi.posterior(result).predict_y(X)
-    inside = (predicted.icdf(0.05) < y) & (y < predicted.icdf(0.95))
-    assert 0.82 < inside.mean() < 0.98
-
-    def straight(X, y=None, *, inducing):
-        kernel = gpaug.kernels.SquaredExponential(1.0, 1.0)
-        gp = gpaug.GaussianProcess("f", kernel, inducing=inducing)
-        scale = numpyro.param("scale", 0.5, constraint=constraints.positive)
-        with numpyro.plate("data", X.shape[0]):
-            numpyro.sample("y", dist.Normal(gp(X), scale), obs=y)
-
-    plain = gpaug.ConjugateSVI(straight, gpaug.AutoSparseGP(straight), optax.adam(0.05))
-    other = plain.run(KEY, 150, X, y, inducing=Z, progress_bar=False)
-    assert result.losses[-1] < other.losses[-1] - 5
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [

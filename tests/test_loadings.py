@@ -123,27 +123,6 @@ def test_values_are_mixed_latents(x64) -> None:
         np.testing.assert_allclose(part, expected[rows, some], atol=1e-12)
 
 
-@pytest.mark.slow
-def test_one_latent_per_output_is_a_process_with_latents(x64) -> None:
-    X, y, known = problem()
-    known |= {"Phi": np.eye(4), "b": np.zeros(4)}
-    svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model))
-    shared = run(svi, X, y, known)
-
-    def plain(X, y=None, *, Z):
-        kernel = gpaug.kernels.SquaredExponential(0.9, 1.3)
-        gp = gpaug.GaussianProcess("f", kernel, Z, num_latents=4, jitter=0.0)
-        with numpyro.plate("data", X.shape[0]):
-            numpyro.sample("y", dist.Bernoulli(logits=gp(X)).to_event(1), obs=y)
-
-    other = gpaug.ConjugateSVI(plain, gpaug.AutoSparseGP(plain))
-    apart = other.run(KEY, 40, X, y, Z=known["Z"], progress_bar=False)
-    np.testing.assert_allclose(shared.losses[-1], apart.losses[-1], rtol=1e-10)
-    f, g = (s.posterior(r).predict_f(X[:2]) for s, r in ((svi, shared), (other, apart)))
-    np.testing.assert_allclose(f.mean, g.mean, atol=1e-6)
-    np.testing.assert_allclose(f.variance, g.variance, atol=1e-6)
-
-
 @pytest.mark.parametrize("updates", [slow("augmented"), "auto"])
 def test_latents_move_one_at_a_time(x64, updates) -> None:
     """The bound never falls, with whole steps, and ends where gradients end; the
@@ -187,45 +166,6 @@ def test_labels_per_row_in_another_order_change_nothing(x64) -> None:
     chosen = np.take_along_axis(y, labels, 1)
     result = run(fitter(), X, chosen, {**known, "labels": labels}, 3)
     np.testing.assert_allclose(result.losses, fitted().losses[:3], rtol=1e-10)
-
-
-@pytest.mark.slow
-def test_batches_of_rows_with_their_own_labels() -> None:
-    """Indices per row, weights, a batch passed in; noisy steps end near the optimum."""
-    rng = np.random.default_rng(0)
-    X, _, known = problem("float32")
-    y = (rng.random((60, 4)) < 0.4).astype(int)
-    X = rng.normal(size=(60, 2)).astype("float32")
-    whole = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model))
-    best = run(whole, X, y, known)
-
-    def batch(X, labels, y, weights, *, Z, Phi, b):
-        kernel = gpaug.kernels.SquaredExponential(0.9, 1.3)
-        gp = gpaug.GaussianProcess("f", kernel, Z, loadings=Phi, bias=b, jitter=0.0)
-        with (
-            numpyro.plate("data", 60, subsample_size=20, dim=-2),
-            numpyro.plate("outputs", labels.shape[1], dim=-1),
-            handlers.scale(scale=weights),
-        ):
-            numpyro.sample("y", dist.Bernoulli(logits=gp(X, latents=labels)), obs=y)
-
-    svi = gpaug.ConjugateSVI(batch, gpaug.AutoSparseGP(batch))
-
-    def draw():
-        rows = rng.permutation(60)[:20]
-        labels = np.stack([rng.permutation(4)[:2] for _ in rows])
-        weights = np.full((20, 2), 2.0, "float32")
-        return X[rows], labels, y[rows[:, None], labels], weights
-
-    state = svi.init(KEY, *draw(), **known)
-    for _ in range(400):
-        state, _ = svi.update(state, *draw(), **known)
-    params = svi.get_params(state)
-    ours = whole.posterior(params, X, y, **known).predict_f(X)
-    exact = whole.posterior(best).predict_f(X)
-    error = np.abs(np.asarray(ours.mean) - exact.mean) / np.sqrt(exact.variance)
-    assert error.mean() < 0.25
-    np.testing.assert_allclose(ours.variance, exact.variance, rtol=0.3)
 
 
 def test_draws_share_their_latents(x64) -> None:

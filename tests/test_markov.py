@@ -185,23 +185,6 @@ def moments_of_effects(t, x, group, y, new):
 
 
 @pytest.mark.slow
-def test_effects_beside_a_chain_and_forecasts(tmp_path):
-    data = *(np.asarray(x, np.float32) for x in (T, COLUMN)), GROUP
-    y = np.asarray(REAL, np.float32)
-    new = np.asarray(T_NEW, np.float32), np.ones(11, np.float32), np.arange(11) % 4
-    guide, result, posterior = fitted(*data, y)
-    assert "a chain of 120 steps of 2 (f.v)" in str(guide)
-    evidence, _, of_eta = moments_of_effects(*data, y, new)
-    np.testing.assert_allclose(-result.losses[-1], evidence, rtol=1e-5)
-    posterior.save(tmp_path / "fit")
-    again = gpaug.Posterior.load(tmp_path / "fit", effects)
-    found, (mean, covariance) = again.predict_f(*new, site="eta"), of_eta
-    np.testing.assert_allclose(found.mean, mean, atol=2e-4)
-    np.testing.assert_allclose(found.variance, np.diag(covariance), atol=2e-4)
-    assert posterior["b"].mean.shape == (GROUPS,)
-
-
-@pytest.mark.slow
 def test_forecasts_and_draws(dtype):
     data = *(np.asarray(x, dtype) for x in (T, COLUMN)), GROUP
     new = np.asarray(T_NEW, dtype), np.ones(11, dtype), np.arange(11) % 4
@@ -213,23 +196,6 @@ def test_forecasts_and_draws(dtype):
     np.testing.assert_allclose(found.variance, np.diag(covariance), atol=tolerance)
     draws = posterior.sample(jax.random.key(1), *new, site="f", sample_shape=(4000,))
     np.testing.assert_allclose(np.cov(np.asarray(draws).T), covariance, atol=0.1)
-
-
-@pytest.mark.slow
-def test_counts_like_those_of_a_dense_process(dtype):
-    """The dense reference is a full process at the distinct times."""
-    data = *(jnp.asarray(x, dtype) for x in (T, COLUMN)), GROUP, COUNTS
-    new = jnp.asarray(T_NEW, dtype), jnp.ones(11), np.arange(11) % 4
-    given = {"markov": False, "inducing": np.unique(data[0])}
-    _, result, posterior = fitted(*data, counts=True)
-    _, other, dense = fitted(*data, counts=True, **given)
-    tolerance = {"float32": 1e-3, "float64": 1e-6}[dtype]
-    np.testing.assert_allclose(result.losses[-1], other.losses[-1], rtol=tolerance)
-    for site in ("f", "eta"):
-        found = posterior.predict_f(*new, site=site)
-        expected = dense.predict_f(*new, site=site, **given)
-        np.testing.assert_allclose(found.mean, expected.mean, atol=tolerance)
-        np.testing.assert_allclose(found.variance, expected.variance, atol=tolerance)
 
 
 def sensors(t, u, y=None, z=None):

@@ -26,7 +26,7 @@ from numpyro_gpaug.infer.nested.draws import best_width
 from numpyro_gpaug.infer.nested.hyperparameters import Hyperparameters
 from numpyro_gpaug.infer.nested.known import Known
 from numpyro_gpaug.infer.nested.latent_modes import Searched, _is_concave
-from numpyro_gpaug.infer.nested.programs import Evaluated, Programs
+from numpyro_gpaug.infer.nested.programs import Evaluated
 from numpyro_gpaug.infer.nested.proposal import Proposal, StudentT
 from numpyro_gpaug.infer.nested.refining import Pool, extended
 from numpyro_gpaug.infer.nested.setup import CollapsedBounds
@@ -179,14 +179,6 @@ def test_the_envelope_gradient_is_the_gradient(x64, model, y):
         single = jax.jit(density)
         each = np.array([single(u) for u in at[:3]]).T
         np.testing.assert_allclose((values[:3], slopes[:3]), each, rtol=1e-9)
-
-
-@SLOW
-@pytest.mark.parametrize("outer", [jax.jacfwd, jax.jacrev])
-def test_second_derivatives(x64, outer):
-    at, both = jnp.array([0.1, -0.5]), (energy(noisy, REAL), exact_energy)
-    found = [jax.jit(outer(jax.jacrev(of_vector(f))))(at) for f in both]
-    np.testing.assert_allclose(*found, rtol=2e-3, atol=2e-3)
 
 
 def test_derivatives_in_the_data_are_refused():
@@ -687,66 +679,7 @@ def test_many_hyperparameters_go_to_nuts(capsys):
     assert found.get_samples()["b"].shape == (1000, 9)
 
 
-@pytest.mark.slow
-def test_whole_runs_are_calibrated():
-    """Simulation-based: ranks of what data were simulated from, among draws, are
-    uniform (Talts et al., 2018)."""
-    runs, num = 200, 63
-    engine = gpaug.NestedVI(
-        bernoulli, num_samples=num, num_points=128, num_draws=4, progress_bar=False
-    )
-    prior = Predictive(bernoulli, num_samples=runs)(jax.random.key(0), GROUP)
-    names = "tau", "level", "a"
-    ranks = {"tau": [], "level": [], "a": []}
-    for i in range(runs):
-        with warnings.catch_warnings():
-            # With 128 points k-hat is noisy; runs that warn count as well.
-            warnings.filterwarnings("ignore", "k-hat")
-            engine.run(jax.random.key(i), GROUP, np.asarray(prior["y"][i]))
-        draws = engine.get_samples()
-        for name in names:
-            below = np.asarray(draws[name] < prior[name][i]).reshape(num, -1)
-            ranks[name].append(below[:, 0].sum())
-    for name in names:
-        counts = np.bincount(np.array(ranks[name]) // 8, minlength=8)
-        assert stats.chisquare(counts).pvalue > 1e-3, (name, counts)
-
-
 # -- numbers --------------------------------------------------------------------------
-
-
-@SLOW  # sums of many terms: test_compensated_sums
-def test_weights_of_many_data_in_float32():
-    """Differences of log-weights, with 1e5 terms in each, as they are in float64."""
-    n = 100_000
-    t = np.linspace(-1, 1, n)
-    y = np.random.default_rng(0).binomial(1, 1 / (1 + np.exp(-0.5 - t)))
-
-    def model(t, y=None):
-        s = numpyro.sample("s", dist.HalfNormal(1))
-        b = numpyro.sample("b", dist.Normal(0, s).expand([2]).to_event(1))
-        with numpyro.plate("data", len(t)):
-            numpyro.sample("y", dist.Bernoulli(logits=b[0] + b[1] * t), obs=y)
-
-    noise = np.random.default_rng(1).normal(size=(6, 2))
-    answers = []
-    for double in (False, True):
-        with enable_x64(double):
-            dtype = float if double else np.float32
-            given = t.astype(dtype), y
-            arguments = Arguments.split(given, {})
-            bound = CollapsedBounds(model, projected=True).at(arguments, given, {})
-            programs = Programs(bound, arguments, 6)
-            point = jnp.asarray([-0.4], dtype)
-            start = programs.no_start(arguments)
-            widths = jnp.asarray(np.linspace(1, 1.5, 6)[None], dtype)
-            at = programs.evaluate(point[None], start, arguments, gradient=False)
-            given = at.factors, jnp.asarray(noise[None], dtype), widths, arguments
-            drawn = programs.draw(point[None], *given)
-            total = sum(np.asarray(x[0], float) for x in (drawn.total, drawn.lost))
-            answers.append(total - total[0])
-    assert np.ptp(answers[1]) > 0.1
-    np.testing.assert_allclose(*answers, atol=0.02)
 
 
 def test_compensated_sums():

@@ -13,7 +13,6 @@ from scipy import special, stats
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.infer.nested.weighted import stratified
-from numpyro_gpaug.model import costs
 from tests.test_nested import (
     COUNTS,
     GROUP,
@@ -195,29 +194,6 @@ def test_systematic_samples_have_the_moments():
     everything, known = stratified(points, log_weights, 4000, rng)
     assert len(everything) == 3990
     np.testing.assert_allclose(np.exp(known) @ everything, weights @ points)
-
-
-@pytest.mark.slow
-def test_groups_predict_what_matrices_predict(monkeypatch):
-    rng = np.random.default_rng(3)
-    group = np.repeat(np.arange(20), 4)
-    y = rng.poisson(np.exp(rng.normal(0.5, 0.7, 20)[group]))
-    size, new = {"members": 21}, np.array([0, 7, 20])
-    runs = []
-    for overhead in (np.inf, -np.inf):
-        monkeypatch.setattr(costs, "_OVERHEAD", overhead)
-        runs.append(nested(poisson, group, y, data={"members": 20}))
-    grouped = [
-        bool(run._run.programs.structure.form.independent.groups) for run in runs
-    ]
-    assert grouped == [False, True]
-    dense, grouped = (run.posterior(num_points=512) for run in runs)
-    a, b = (p.predict_f(new, site="eta", **size) for p in (dense, grouped))
-    np.testing.assert_allclose(a.mean, b.mean, atol=0.05)
-    np.testing.assert_allclose(a.variance, b.variance, rtol=0.1)
-    fields = [run.get_extra_fields() for run in runs]
-    off = fields[0]["log_evidence"] - fields[1]["log_evidence"]
-    assert abs(off) < 5 * fields[0]["log_evidence_error"]
 
 
 def log_marginal(y, group):

@@ -176,18 +176,6 @@ def test_a_guide_set_up_without_observations() -> None:
     assert np.isfinite(run(classifier, X, y, svi=svi, inducing=X[:5])[1].losses).all()
 
 
-def test_likelihood_parameters_outside_their_constraint() -> None:
-    def model(X, y=None, *, df):
-        f = gpaug.GaussianProcess("f", KERNEL(), X[:5])
-        with numpyro.plate("data", X.shape[0]):
-            d = dist.StudentT(df, f(X), 1.0, validate_args=False)
-            numpyro.sample("y", d, obs=y)
-
-    X, y = toy(20)
-    with pytest.raises(ValueError, match="'df' of StudentT"):
-        run(model, X, jnp.asarray(y, X.dtype), df=jnp.asarray(-1.0))
-
-
 @pytest.mark.slow
 def test_local_latents_see_their_own_batch() -> None:
     """Outliers absorb their own noise, on minibatches as on full data."""

@@ -192,26 +192,6 @@ def test_all_hard_problems(dtype) -> None:
     run_hard(hard_problems(), dtype, kinds, 200)
 
 
-@pytest.mark.slow
-def test_bad_starts() -> None:
-    """From a q far from any posterior the bound rises, possibly to a local optimum: it
-    is not concave.
-    """
-    X, y = blobs(60)
-    svi = fitter(model)
-    best = run(svi, X, y, 100, inducing=X[:10]).losses[-1]
-    rng = np.random.default_rng(1)
-    for scale in (1e-2, 1e4):
-        potential = 3 * scale * rng.normal(size=(3, 10))
-        start = {
-            "f.v_auto_precision": scale * jnp.eye(10) * jnp.ones((3, 1, 1)),
-            "f.v_auto_potential": jnp.asarray(potential, X.dtype),
-        }
-        result = run(svi, X, y, 100, inducing=X[:10], init_params=start)
-        assert_monotone(result.losses, np.float32)
-        assert result.losses[-1] < best + 20
-
-
 @pytest.mark.parametrize("gradients", [False, slow(True)])
 def test_same_optimum_as_gradients_and_the_best_epsilon(x64, gradients) -> None:
     X, y = blobs(20)
@@ -243,20 +223,6 @@ def assert_reached_by_gradients(closed, X, y, arguments) -> None:
         np.testing.assert_allclose(*values, rtol=1e-2)
 
 
-@pytest.mark.slow
-def test_epsilon_with_a_prior() -> None:
-    def sampled(X, y=None, *, inducing):
-        epsilon = numpyro.sample("epsilon", dist.Beta(1.0, 20.0))
-        model(X, y, inducing=inducing, epsilon=epsilon)
-
-    X, y = blobs(60)
-    result = run(fitter(sampled, optax.adam(0.1)), X, y, 60, inducing=X[:10])
-    assert_monotone(result.losses, np.float32)
-    assert result.losses[-1] < result.losses[1] - 1
-    _, value = next(x for x in result.params.items() if "epsilon" in x[0])
-    assert 0 < value < 0.5
-
-
 @pytest.mark.parametrize(
     ("labels", "epsilon", "message"),
     [
@@ -269,15 +235,6 @@ def test_bad_input_to_a_fit(labels, epsilon, message) -> None:
     X = np.arange(3.0)[:, None]
     with pytest.raises(ValueError, match=message):
         run(fitter(model), X, np.array(labels), 1, inducing=X, epsilon=epsilon)
-
-
-def test_epsilon_that_starts_outside_its_domain() -> None:
-    def sloppy(X, y=None, *, inducing):
-        model(X, y, inducing=inducing, epsilon=numpyro.param("epsilon", 1.5))
-
-    X, y = (np.asarray(a) for a in blobs(12))
-    with pytest.raises(ValueError, match="epsilon.* of RobustMax|RobustMax.*epsilon"):
-        run(fitter(sloppy), X, y, 1, inducing=X[:3])
 
 
 def test_no_augmentation() -> None:

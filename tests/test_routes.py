@@ -21,7 +21,6 @@ from tests.models import (
     blocks_of,
     brute_bound,
     classifier,
-    moments,
     projection,
 )
 from tests.routes import (
@@ -32,7 +31,6 @@ from tests.routes import (
     SLOW_THREE,
     crossed,
     fitted,
-    latents,
     loss_at,
     posterior_of,
     problem,
@@ -104,22 +102,6 @@ def test_three_latents_are_three_fits():
     three, single = covariances
     assert three.shape == (3, 11, 11)
     np.testing.assert_allclose(three[1], single, rtol=1e-5, atol=1e-7)
-
-
-@latents
-def test_prediction_is_the_brute_force_formula(num_latents):
-    kwargs = problem(num_latents)[1]
-    svi, result = fitted(num_latents)
-    f = posterior_of(num_latents).predict_f(NEW)
-    shape = (11,) if num_latents is None else (11, 3)
-    assert f.mean.shape == f.variance.shape == shape
-    columns = [np.asarray(x).reshape(11, -1).T for x in f]
-    for c, (mean, cover) in enumerate(
-        zip(*blocks_of(svi.guide, result.params), strict=True)
-    ):
-        m, v = moments(NEW, kwargs["inducing"], mean, cover)
-        np.testing.assert_allclose(columns[0][c], m, rtol=1e-8, atol=1e-10)
-        np.testing.assert_allclose(columns[1][c], v, rtol=1e-8)
 
 
 # Gradients.

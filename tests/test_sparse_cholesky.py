@@ -315,13 +315,3 @@ def test_places_of_large_matrices():
     found = jax.jit(pattern.places)(rows, columns)
     none = 2 * size - 1
     assert found.tolist() == [11, none - 2, none - 1, none, none]
-
-
-def test_peer(x64):
-    """CHOLMOD, through sparsax, where it is installed."""
-    sparsax = pytest.importorskip("sparsax")
-    pattern, values, _ = values_of(mesh(300), np.float64)
-    rows, columns = (jnp.asarray(x) for x in (pattern.columns, pattern.rows))
-    expected = sparsax.logdet(rows, columns, values, n=pattern.size)
-    found = sparse_cholesky.log_det(pattern, values)
-    np.testing.assert_allclose(found, expected, rtol=1e-10)

@@ -8,8 +8,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpyro
-import numpyro.distributions as dist
 import pytest
 from scipy import sparse
 from sklearn.utils.extmath import randomized_svd
@@ -126,28 +124,6 @@ def test_golden_kernels(dtype):
     cross, same, *_ = evaluate_all(Linear(), X, Z)
     assert_close(same, golden["KZ_linear"])
     assert_close(cross, golden["KXZ_linear"])
-
-
-def test_the_process_is_the_one_on_the_original_inputs():
-    X, A = draw(0, 50, 6).astype("float32"), draw(1, 8, 3).astype("float32")
-    y = (X[:, 0] > 0).astype(int)
-    subspace = Subspace.fit(X, 3)
-
-    def model(X, y=None, *, inducing):
-        gp = gpaug.GaussianProcess("f", SquaredExponential(2.0), inducing=inducing)
-        with numpyro.plate("data", X.shape[0]):
-            numpyro.sample("y", dist.Bernoulli(logits=gp(X)), obs=y)
-
-    def fit(inputs, Z):
-        svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), None)
-        options = {"inducing": Z, "progress_bar": False}
-        result = svi.run(jax.random.key(0), 10, inputs, y, **options)
-        return result.losses
-
-    losses = fit(X, jnp.asarray(A @ subspace.basis))
-    assert losses[-1] < losses[0]
-    transformed = fit(subspace.transform(X), subspace.inducing(A))
-    assert_close(transformed, losses, 3.0)
 
 
 def test_gradients_reach_the_coordinates():

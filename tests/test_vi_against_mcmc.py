@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Variational fits beside MCMC, and models compared by LOO."""
 
-import arviz_stats
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +8,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
-from arviz_base import from_dict, from_numpyro
+from arviz_base import from_dict
 from jax import random
 from numpyro import handlers
 from numpyro.infer import MCMC, NUTS, Predictive
@@ -200,23 +199,6 @@ def test_draws_that_do_not_fit_are_refused(drawn):
         vi_against_mcmc(classifier, {"f.v": drawn["f.v"]}, drawn, X, Y, Z=X)
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The inplace keyword")  # ArviZ 0.8 under pandas 3.1
-def test_loo_of_a_fit_and_of_mcmc_in_one_table(fitted):
-    _, tree, mcmc = fitted
-    from_mcmc = from_numpyro(mcmc, log_likelihood=True)
-    table = diagnostics.compare({"VI": tree, "MCMC": from_mcmc})
-    assert set(table.index) == {"VI", "MCMC"}
-    # ArviZ 1 rounds its table to the precision of the standard errors.
-    assert table["elpd"]["VI"] == pytest.approx(diagnostics.loo(tree).elpd, abs=0.2)
-    mine = diagnostics.loo(from_mcmc)
-    assert mine.elpd == arviz_stats.loo(from_mcmc, pointwise=True).elpd
-    # The same model; the fit has a point estimate of one hyperparameter.
-    assert abs(table["elpd"]["VI"] - table["elpd"]["MCMC"]) < 0.3
-    # ArviZ reads the trees directly.
-    assert set(arviz_stats.compare({"a": tree, "b": from_mcmc}).index) == {"a", "b"}
-
-
 def test_observations_that_cannot_be_left_out_are_counted():
     """Ratios ``u^-k`` of uniform draws have a Pareto tail of shape k."""
     u = np.random.default_rng(0).uniform(size=(1, 1000, 4))
@@ -241,34 +223,3 @@ def test_only_the_same_observations_are_compared():
         diagnostics.compare({"a": tree, "b": other})
     with pytest.raises(ValueError, match="nothing to compare"):
         diagnostics.compare({"a": tree})
-
-
-@pytest.mark.slow
-def test_weight_vectors_of_a_posterior_are_compared(x64):
-    """Weights with normal observations: q is the posterior, and so its statistics are
-    known."""
-
-    def linear(X, y=None):
-        w = numpyro.sample("w", dist.Normal(jnp.zeros(2), 1.0).to_event(1))
-        with numpyro.plate("data", X.shape[0]):
-            numpyro.sample("y", dist.Normal(X @ w, 0.5), obs=y)
-
-    rng = np.random.default_rng(0)
-    X = rng.normal(size=(9, 2))
-    y = X @ [1.0, -1.0] + 0.5 * rng.normal(size=9)
-    cover = np.linalg.inv(np.eye(2) + 4 * X.T @ X)
-    normal = stats.multivariate_normal(cover @ (4 * X.T @ y), cover, seed=1)
-    precision = np.linalg.inv(cover)
-    q = {"w_auto_potential": 4 * X.T @ y, "w_auto_precision": precision}
-    params = {k: jnp.asarray(x) for k, x in q.items()}
-    guide = gpaug.AutoSparseGP(linear)
-    posterior = gpaug.Posterior.from_guide(linear, guide, params, X, y)
-    ours = posterior.weights["w"]
-    np.testing.assert_allclose(ours.mean, normal.mean, rtol=1e-8)
-    np.testing.assert_allclose(ours.covariance_matrix, cover, rtol=1e-8)
-    draws = {"w": normal.rvs(4000)}
-    found = gpaug.diagnostics.vi_against_mcmc(linear, posterior, draws, X, y)
-    found = found["posterior"]["w"]
-    assert found.sizes == {"statistic": 3, "w_dim_0": 2}
-    np.testing.assert_allclose(found.sel(statistic="sd_ratio"), 1, atol=0.05)
-    np.testing.assert_allclose(found.sel(statistic="mean_difference"), 0, atol=0.06)

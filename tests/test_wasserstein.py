@@ -108,53 +108,6 @@ def test_estimators_against_golden_numbers(x64) -> None:
         assert float(value[0]) == pytest.approx(GOLDEN[name], rel=1e-8), name
 
 
-def grid(num=120, seed=3):
-    """Inputs, prior, and a sparse posterior kernel with a mean."""
-    rng = np.random.default_rng(seed)
-    X = np.sort(rng.uniform(-3, 3, num))[:, None]
-    kernel = gpaug.kernels.SquaredExponential(lengthscale=0.9, variance=1.3)
-    Z = np.linspace(-2.7, 2.7, 8)[:, None]
-    half = rng.normal(size=(8, 8))
-    sigma = 0.05 * half @ half.T / 8 + 0.02 * np.eye(8)
-    inner = sigma - np.linalg.inv(np.asarray(jax.jit(lambda Z: kernel(Z, Z))(Z)))
-
-    def posterior(A, B=None):
-        if B is None:
-            return jnp.diagonal(posterior(A, A))
-        return kernel(A, B) + kernel(A, Z) @ inner @ kernel(Z, B)
-
-    P = measure(lambda A: jnp.zeros(A.shape[0]), kernel)
-    Q = measure(lambda A: jnp.sin(A[:, 0]), posterior)
-    return X, P, Q
-
-
-def test_bias_of_the_estimators(x64) -> None:
-    X, P, Q = grid()
-    rng = np.random.default_rng(0)
-    subsets = np.stack([X[rng.choice(120, 20, replace=False)] for _ in range(60)])
-
-    @jax.jit
-    def everything(X, subsets):
-        def per_subset(S):
-            one = spectral_distance(P, Q, X, S)[0]
-            # Equal measures: zero for the other distance, a bias for this one.
-            return one, symmetric_distance(P, Q, S)[0], spectral_distance(P, P, X, S)[0]
-
-        whole = spectral_distance(P, Q, X, X)[0], symmetric_distance(P, Q, X)[0]
-        moments = P.kernel(X, X)[0], Q.mean(X)[0], Q.kernel(X, X)[0]
-        none = symmetric_distance(P, P, subsets[0])[0]
-        return moments, whole, jax.vmap(per_subset)(subsets), none
-
-    (K, n, R), whole, (one, other, same), none = everything(X, subsets)
-    exact = exact_distance(np.zeros(120), np.asarray(K), np.asarray(n), np.asarray(R))
-    np.testing.assert_allclose(exact / 120, 1.0319, atol=2e-3)
-    np.testing.assert_allclose(whole, exact / 120, rtol=1e-6)
-    np.testing.assert_allclose(np.mean(one), 1.053, atol=0.01)
-    np.testing.assert_allclose(np.mean(other), 1.025, atol=0.03)
-    np.testing.assert_allclose(np.mean(same), 0.06, atol=0.02)
-    assert float(none) < 1e-12
-
-
 def test_equal_measures_are_at_distance_zero_with_no_gradient(dtype) -> None:
     X = np.random.default_rng(0).uniform(-2, 2, (30, 1)).astype(dtype)
 
