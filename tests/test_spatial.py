@@ -222,7 +222,8 @@ def test_a_field_in_a_model():
         with numpyro.plate("data", len(X)):
             numpyro.sample("y", dist.Normal(s(X), 1.0))
 
-    draws = Predictive(model, num_samples=200)(jax.random.key(0), CLOUD)
+    prior = Predictive(model, num_samples=200)
+    draws = jax.jit(lambda key: prior(key, CLOUD))(jax.random.key(0))
     assert draws["s"].shape == (200, 200)
     assert draws["s.v"].shape == (200, mesh.size)
     assert 0.8 < draws["s"].std() / 3 < 1.2
