@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +14,35 @@ from jax import Array, random
 from numpyro.distributions import Distribution, constraints
 
 from numpyro_gpaug.distributions.mixtures import bisected_icdf
+from numpyro_gpaug.math.compiling import few
 
 # Nodes without a finite moment or density are left out if their weights add up to less.
 NEGLIGIBLE = 1e-3
 _BINARY = dist.BernoulliProbs, dist.BernoulliLogits
 _CLASSES = dist.CategoricalProbs, dist.CategoricalLogits, dist.OrderedLogistic
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _one_program(method: Method, **options: Any) -> Method:
+    """Decorate a method of a mixture so that it compiles one program, not one for each
+    of its operations.
+
+    :param method: the method.
+    :param options: options of ``jax.jit``.
+    """
+    program = few(method, **options)
+
+    @wraps(method)
+    def compiled(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return program(*args, **kwargs)
+        except TypeError:
+            # Static fields of a component need not be hashable, and its methods may
+            # need numbers (Multinomial).
+            return method(*args, **kwargs)
+
+    return compiled  # type: ignore[return-value]
 
 
 class PredictorMixture(Distribution):
@@ -154,25 +178,30 @@ class PredictorMixture(Distribution):
         return self._known(name, lambda d: getattr(d, name), draws)
 
     @property
+    @_one_program
     def mean(self) -> Array:
         return self._average(self._moment("mean"), self.event_dim)
 
     @property
+    @_one_program
     def variance(self) -> Array:
         means, dims = self._moment("mean"), self.event_dim
         within = self._average(self._moment("variance"), dims)
         apart = jnp.square(means - self._average(means, dims))
         return within + self._average(apart, dims)
 
+    @_one_program
     def log_prob(self, value: Array) -> Array:
         densities = self._each(lambda d: d.log_prob(value))
         weights = self._weighed(jnp.isnan(densities) | (densities == jnp.inf))
         terms = jnp.where(weights > 0, jnp.log(weights) + densities, -jnp.inf)
         return jax.nn.logsumexp(terms, 0)
 
+    @_one_program
     def cdf(self, value: Array) -> Array:
         return self._average(self._each(lambda d: d.cdf(value)))
 
+    @_one_program
     def icdf(self, q: Array) -> Array:
         draws = "take quantiles of draws, "
         draws += "numpy.quantile(predicted.sample(key, (1000,)), q, axis=0)"
@@ -180,6 +209,7 @@ class PredictorMixture(Distribution):
         found = bisected_icdf(self.cdf, q, quantiles.min(0), quantiles.max(0))
         return jnp.ceil(found) if self.is_discrete else found
 
+    @partial(_one_program, static_argnames="sample_shape")
     def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
         node_key, key = random.split(key)
         shape = sample_shape + self.batch_shape

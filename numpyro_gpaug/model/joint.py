@@ -95,13 +95,25 @@ class JointView(View):
         sites = self.structure.sites
         return {s.name: jax.ShapeDtypeStruct(s.shape, dtype) for s in sites}
 
+    @cached_property
+    def _still(self) -> dict[int, Any]:
+        """The values that do not depend on latents, by variable, as far as they are
+        computed."""
+        return {}
+
+    def _share(self, variables: list[Any]) -> dict[int, Any]:
+        """Compute the values that variables are computed from and that do not depend
+        on latents, and return all of these."""
+        self._still |= self._program.still(variables, self._still)
+        return self._still
+
     def _at_zero(self, tree: Any) -> Any:
         """Return a part of the outputs of the run, at latents of zero."""
         program = self._program
         leaves, treedef = jax.tree.flatten(tree)
         zeros = self._at(self._shapes | self.structure.functions)
         wanted = [leaf.variable for leaf in leaves]
-        return jax.tree.unflatten(treedef, program.run(wanted, zeros))
+        return jax.tree.unflatten(treedef, program.run(wanted, self._still | zeros))
 
     @property
     def loops(self) -> list[Loop | Declared]:
@@ -234,6 +246,7 @@ class JointView(View):
         rest, chains = self._at(structure.functions), self._chains
         links = self.links
         processes = self.processes if self._projected else {}
+        rest |= self._share(variables)
 
         def values(numbers: dict[str, Array]) -> Array:
             z = structure.unlinked(numbers, links)
@@ -276,7 +289,8 @@ class JointView(View):
             shapes = [program.avals[v].shape for v in variables]
             return [jnp.zeros(shape, self.structure.dtype) for shape in shapes]
         zeros = {k: jnp.zeros(f.shape, f.dtype) for k, f in functions.items()}
-        latents = self._at(self._shapes)
+        outputs = jax.tree.leaves(program.outputs.residuals)
+        latents = self._share([x.variable for x in outputs]) | self._at(self._shapes)
 
         def values(moved: dict[str, Array]) -> list[Array]:
             return program.run(variables, latents | self._at(moved))

@@ -164,6 +164,20 @@ class Listing:
         """
         return execute(self.between(wanted, known), wanted, {**self.constants, **known})
 
+    def still(self, wanted: list[Any], known: dict[int, Any]) -> dict[int, Any]:
+        """Return the values that some variables are computed from and that do not
+        depend on the inputs, by variable. Several runs share them, if they are computed
+        first: in each run they would be traced, differentiated and compiled again.
+
+        :param wanted: numbers of variables, or literals.
+        :param known: values by number, which are among those returned.
+        """
+        env = {**self.constants, **known}
+        for operation in self.between(wanted, known):
+            if all(isinstance(x, Literal) or x in env for x in operation.operands):
+                env |= _results(operation, env)
+        return env
+
 
 def _parted(reader: Reader, eqn: Any, begun: list[Value], left: list[State]) -> Any:
     """Return a scan without its nonlinear outputs, followed by these for all steps at
@@ -258,14 +272,23 @@ def execute(
     :param known: values of all variables that the operations do not compute.
     """
     env = dict(known)
+    for operation in operations:
+        env |= _results(operation, env)
+    return [_read(x, env) for x in wanted]
 
-    def read(variable: Any) -> Any:
-        if not isinstance(variable, Literal):
-            return env[variable]
-        # In the dtype of the variable.
-        aval: Any = variable.aval
-        return jnp.asarray(variable.val, aval.dtype)
 
-    for eqn, operands, results in operations:
-        env.update(zip(results, applied(eqn, list(map(read, operands))), strict=True))
-    return [read(x) for x in wanted]
+def _results(operation: Operation, env: dict[int, Any]) -> dict[int, Any]:
+    """Return the values of the results of an operation.
+
+    :param env: values of its operands.
+    """
+    operands = [_read(x, env) for x in operation.operands]
+    return dict(zip(operation.results, applied(operation.eqn, operands), strict=True))
+
+
+def _read(variable: Any, env: dict[int, Any]) -> Any:
+    if not isinstance(variable, Literal):
+        return env[variable]
+    # In the dtype of the variable.
+    aval: Any = variable.aval
+    return jnp.asarray(variable.val, aval.dtype)

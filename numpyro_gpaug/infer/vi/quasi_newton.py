@@ -415,12 +415,15 @@ def promised(search: Search) -> float:
 
     :param search: the state of the search.
     """
+    # NumPy compiles nothing. Squares of float32 do not overflow in float64.
     memory = search.memory
-    products = np.asarray((memory.steps * memory.falls).sum(-1))
-    squares = np.asarray(jnp.square(memory.falls).sum(-1))
+    steps, falls, gradient = (
+        np.asarray(x, np.float64) for x in (memory.steps, memory.falls, search.gradient)
+    )
+    products = (steps * falls).sum(-1)
     known = products > 0
-    steepest = np.max(squares[known] / products[known], initial=0.0)
-    length = float(jnp.linalg.norm(search.gradient))
+    steepest = np.max(np.square(falls[known]).sum(-1) / products[known], initial=0.0)
+    length = float(np.linalg.norm(gradient))
     # The largest known curvature, or the longest step.
     size = length / max(steepest, length / LARGEST, 1e-30)
     return 0.5 * length * size if bool(search.exhausted) else 0.0
