@@ -129,3 +129,38 @@ def test_what_has_no_factor_for_each_observation_is_refused() -> None:
     result = svi.run(KEY, 5, X[:, 0], COUNTS, progress_bar=False)
     with pytest.raises(gpaug.NotConjugateError, match="no latent for each row"):
         svi.posterior(result).leave_one_out(X[:, 0], COUNTS)
+
+
+@pytest.mark.parametrize("shared", ["level", "groups", "rows"])
+def test_data_that_share_a_predictor_are_not_left_out_one_by_one(shared) -> None:
+    def model(y=None):
+        level = numpyro.sample("level", dist.Normal(0, 1))
+        effect = numpyro.sample("effect", dist.Normal(jnp.zeros(4), 1).to_event(1))
+        if shared == "groups":
+            rate = jnp.exp(level + effect)[np.arange(40) % 4]
+            numpyro.sample("y", dist.Poisson(rate), obs=y)
+        elif shared == "level":
+            numpyro.sample(
+                "y", dist.StudentT(4, level, jnp.ones(40)).to_event(1), obs=y
+            )
+        else:
+            numpyro.sample(
+                "y", dist.Normal((level + effect)[:, None], jnp.ones(10)), obs=y
+            )
+
+    y = COUNTS.reshape(4, 10) if shared == "rows" else COUNTS
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model), None)
+    posterior = svi.posterior(svi.run(KEY, 5, y, progress_bar=False))
+    with pytest.raises(gpaug.NotConjugateError, match=r"exp\(effect\[group\]\)"):
+        posterior.leave_one_out(y)
+
+
+def test_errors_of_quadrature_are_per_datum_where_data_share_a_predictor() -> None:
+    def shared(y=None):
+        level = numpyro.sample("level", dist.Normal(0, 3))
+        numpyro.sample("y", dist.AsymmetricLaplace(level, jnp.full(400, 0.3)), obs=y)
+
+    y = np.random.default_rng(0).normal(size=400)
+    svi = gpaug.ConjugateSVI(shared, gpaug.AutoLatentGaussian(shared), None)
+    posterior = svi.posterior(svi.run(KEY, 5, y, progress_bar=False))
+    assert posterior.quadrature_errors["y"] < 1e-3

@@ -66,8 +66,9 @@ from numpyro_gpaug.model.left_out import (
 from numpyro_gpaug.model.structure import Observed
 
 _NO_FACTORS = (
-    "leave_one_out needs one or two predictors of its own for each datum of {0!r}, and "
-    "no latent for each row. "
+    "leave_one_out needs one or two predictors of its own for each datum of {0!r} (for "
+    "groups write jnp.exp(effect[group]), not jnp.exp(effect)[group]), and no latent "
+    "for each row. "
     "diagnostics.loo(diagnostics.to_datatree(...)) works for any fit"
 )
 _ANOTHER = (
@@ -331,15 +332,17 @@ class JointPredictiveView(JointView):
             for each datum.
         """
         roots, avals = self._of_site(site), self._program.avals
-        sizes = {avals[v].size for v in roots}
-        if site.route is Route.CORRELATED or site.correlated or len(sizes) != 1:
+        size = self._number_of_data(site)
+        # A predictor that several data share has one factor for all of them.
+        shared = any(avals[v].size != size for v in roots)
+        if site.route is Route.CORRELATED or site.correlated or shared:
             raise NotConjugateError(_NO_FACTORS.format(site.name))
         if site.indexed or local_names(self.structure):
             raise NotConjugateError(_NO_FACTORS.format(site.name))
-        if together is not None and len(together.place) != (number := max(sizes)):
+        if together is not None and len(together.place) != size:
             raise ValueError(
                 f"groups has {len(together.place)} labels, and {site.name!r} has "
-                f"{number} observations: expected one label for each"
+                f"{size} observations: expected one label for each"
             )
         first, begin = 0, 0
         for other in self.structure.observed:
@@ -351,7 +354,6 @@ class JointPredictiveView(JointView):
         map_ = self.maps()[JOINT]
         at, expected = map_.marginals(q), self.expected("exact")
         slopes = jax.grad(lambda at: expected({JOINT: at}))(at)
-        (size,) = sizes
         places = begin + np.arange(len(roots) * size).reshape(len(roots), size)
         precision = jax.vmap(jnp.diag)(-2 * slopes.variance[0][places].T)
         if len(roots) == 2:
@@ -551,8 +553,18 @@ class JointPredictiveView(JointView):
             at = self._marginals(roots, q, self._indices.get(site.name))
             differences = rule_differences(partial(split.outputs, numbers), at)
             total = jnp.stack([jnp.abs(x).sum() for x in differences]).sum()
-            found[site.name] = total / max(m.size for m in at.means)
+            found[site.name] = total / self._number_of_data(site)
         return found
+
+    def _number_of_data(self, site: Observed) -> int:
+        """Return the number of observations of a site, which may share predictors; the
+        number of predictors of a factor."""
+        if site.factor:
+            return max(self._program.avals[v].size for v in self._of_site(site))
+        message = self.message(site.name)
+        fn, value = message["fn"], message["value"]
+        shape = jnp.broadcast_shapes(fn.shape(), jnp.shape(value))
+        return math.prod(shape) // math.prod(base_distribution(fn).event_shape)
 
     def _node_error(self, site: Observed, q: Any) -> Array:
         """Return the error of an average over quasi-random nodes; see

@@ -556,7 +556,8 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         for others; with several classes the log-density is too low rather than too
         high. Hyperparameters stay fixed, or, after
         :class:`~numpyro_gpaug.NestedVI`, follow their posterior without the
-        observation. Observations that depend on the same value are left out together.
+        observation. In a fit of :class:`~numpyro_gpaug.AutoSparseGP` observations that
+        depend on the same function value are left out together.
 
         :param args: the model's arguments of the fit, observations included.
         :param site: the observed site, if the model has several.
