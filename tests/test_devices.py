@@ -133,20 +133,6 @@ def collectives(text):
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [blocks.WHOLE, 512])
-def test_learning_takes_sums_alone_too(size):
-    X, y, _ = data(8 * 41)
-    kwargs = {"Z": X[:8], "optim": "lbfgs", "steps": 4}
-    alone = fit(process, gpaug.AutoSparseGP, (X, y), **kwargs)[1]
-    arrays = shared_out(X, y)
-    with small_blocks(size):
-        _, result, found = fit(process, gpaug.AutoSparseGP, arrays, **kwargs)
-    np.testing.assert_allclose(result.losses, alone.losses, rtol=1e-3)
-    assert {kind for kind, _ in found} == {"all-reduce"}
-    assert max(size for _, size in found) < 8 * 41 * 4
-
-
 @pytest.mark.slow  # rows in memory are quick
 @pytest.mark.parametrize(
     ("source", "what", "optim"),
@@ -190,28 +176,6 @@ def test_processes_read_as_many_rows_each():
     assert row_processes(mesh_in(0, 1, 1, 0)) == 2
     with pytest.raises(ValueError, match="as many as the others"):
         row_processes(mesh_in(0, 0, 1))
-
-
-@pytest.mark.parametrize(
-    ("groups", "size"),
-    [
-        slow(10, blocks.WHOLE),
-        slow(400, blocks.WHOLE),
-        slow(400, 512),
-    ],
-    ids=["dense", "groups", "groups in blocks"],
-)
-def test_joint_gaussians(groups, size):
-    X, y, group = data(160 if size == blocks.WHOLE else 1280)
-    group = group * groups // 10
-    kwargs = {"groups": groups, "optim": "lbfgs", "steps": 3}
-    guide = gpaug.AutoLatentGaussian
-    alone = fit(grouped, guide, (X, group, y), **kwargs)[1]
-    with small_blocks(size):
-        svi, result, found = fit(grouped, guide, shared_out(X, group, y), **kwargs)
-    np.testing.assert_allclose(result.losses, alone.losses, rtol=1e-4)
-    assert {kind for kind, _ in found} == {"all-reduce"}
-    assert ("groups of" in repr(svi.guide)) == (groups == 400)
 
 
 def test_uneven_rows_are_filled_with_rows_of_no_weight(tmp_path):

@@ -275,21 +275,6 @@ def test_processes_at_different_times_are_one_chain(dtype, tmp_path):
         np.testing.assert_allclose(found.variance, spread, atol=2 * tolerance)
 
 
-def trend(t, u, y=None, z=None, *, times=None):
-    """Sensors with a common trend, at all times, and deviations of their own."""
-
-    def process(name, kernel):
-        return gpaug.GaussianProcess(name, kernel, times, markov=True)
-
-    f, g = process("f", kernels.Matern32(2.0)), process("g", kernels.Matern12(3.0))
-    f, g = f(t), g(u)
-    both = process("both", kernels.Matern52(3.0, 1.5))(jnp.concatenate([t, u]))
-    with numpyro.plate("of_f", len(t)):
-        numpyro.sample("y", dist.Normal(both[: len(t)] + f, 0.3), obs=y)
-    with numpyro.plate("of_g", len(u)):
-        numpyro.sample("z", dist.Normal(both[len(t) :] + g, 0.5), obs=z)
-
-
 def crossed(t, u, y=None, *, times=None):
     """A process of time and one of something else."""
     f = gpaug.GaussianProcess("f", kernels.Matern12(2.0), markov=True)(t)
@@ -329,30 +314,6 @@ def test_one_of_two_processes_at_times_of_its_own(dtype):
     np.testing.assert_allclose(bound(None), evidence, rtol=tolerance)
     # Given few states the bound is a bit lower.
     assert 0 < evidence - bound(np.linspace(u.min(), u.max(), 40, dtype=dtype)) < 0.2
-
-
-@pytest.mark.slow
-def test_processes_that_are_given_the_same_times_are_one_chain():
-    """No datum depends on the deviations of two sensors."""
-    given = (np.asarray(x, np.float32) for x in (T[:40], T[40:70], REAL[:70]))
-    t, u, seen = given
-    both = np.concatenate([t, u])
-    guide = gpaug.AutoLatentGaussian(trend)
-    result = gpaug.ConjugateSVI(trend, guide).run(
-        jax.random.key(0), 3, t, u, seen[:40], seen[40:], times=np.unique(both),
-        progress_bar=False,
-    )  # fmt: skip
-    assert "of 6 (both.v, f.v, g.v), 0 others dense" in str(guide)
-    with enable_x64(True):
-        times = both.astype(float)
-        whole = np.array(kernels.Matern52(3.0, 1.5)(times, times))
-        for own, kernel in (
-            (slice(40), kernels.Matern32(2.0)), (slice(40, 70), kernels.Matern12(3.0))
-        ):  # fmt: skip
-            whole[own, own] += kernel(times[own], times[own])
-    whole += np.diag(np.repeat([0.09, 0.25], [40, 30]))
-    d = scipy.stats.multivariate_normal(np.zeros(70), whole)
-    np.testing.assert_allclose(-result.losses[-1], d.logpdf(seen), rtol=1e-4)
 
 
 @pytest.mark.slow
