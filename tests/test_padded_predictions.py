@@ -76,7 +76,7 @@ def close(found, expected):
     np.testing.assert_allclose(found, expected, rtol=2e-4, atol=2e-4)
 
 
-def test_all_numbers_of_rows_from_two_programs_of_each_kind() -> None:
+def test_many_numbers_of_rows_from_two_programs_of_each_kind() -> None:
     posterior, other = joint_fit(mixed)
     new = X[:40], GROUP[:40]
     probs, f = other.predict_y(*new).probs, other.predict_f(*new)
@@ -84,7 +84,7 @@ def test_all_numbers_of_rows_from_two_programs_of_each_kind() -> None:
     whole = other.predict_f(*new, full_covariance=True)
     draws = other.sample(KEY, *new, sample_shape=(3,))
     before = compilations("_answer"), compilations("checks")
-    for num in range(5, 41):
+    for num in (5, 6, 8, 9, 12, 16, 17, 23, 32, 33, 39, 40):
         rows = X[:num], GROUP[:num]
         predicted = posterior.predict_y(*rows)
         assert predicted.batch_shape == (num,)
