@@ -475,16 +475,6 @@ def test_natural_parameters_are_not_for_gradients() -> None:
         jax.eval_shape(lambda: svi.init(KEY, X, Y, inducing=Z))
 
 
-def test_quantiles_of_counts_say_where_to_take_them() -> None:
-    ones = jnp.ones(3)
-    counts = dist.NegativeBinomialLogits(2.0, ones)
-    predicted = gpaug.likelihoods.expectations.predictive(
-        counts, {"logits": ones}, {"logits": ones}
-    )
-    with pytest.raises(NotImplementedError, match="Use quantiles of draws"):
-        predicted.icdf(0.5)
-
-
 def test_inducing_inputs_by_position_are_told_their_name() -> None:
     def keyword(X, y=None, *, inducing):
         raise AssertionError("not run")

@@ -410,8 +410,13 @@ def test_predictions_are_those_of_draws(counts):
     np.testing.assert_allclose(
         posterior.log_prob(T[:5], GROUP[:5], y), np.log(density), atol=0.01
     )
-    with pytest.raises(NotImplementedError, match="quantiles of draws"):
-        predicted.icdf(0.5)
+    # Quantiles are the smallest counts of at least a probability.
+    q = np.array([0.1, 0.5, 0.95])[:, None]
+    np.testing.assert_array_equal(predicted.icdf(predicted.cdf(y)), y)
+    found = np.asarray(predicted.icdf(q))
+    assert (predicted.cdf(found) >= q).all()
+    assert (predicted.cdf(found - 1) < q).all()
+    assert (predicted.cdf(-np.ones(5)) == 0).all()
     assert draws.shape == (num, 5)
     centred = draws - draws.mean(0)
     second, fourth = (np.mean(centred**k, 0) for k in (2, 4))
@@ -424,12 +429,15 @@ def test_quantiles_of_predictions():
     def model(t, y=None):
         b = numpyro.sample("b", dist.Normal(0, 1))
         with numpyro.plate("data", len(t)):
-            numpyro.sample("y", dist.Exponential(jnp.exp(-b - 0.5 * t)), obs=y)
+            # Of no quantiles in NumPyro; scales need not be known.
+            numpyro.sample("y", dist.Weibull(1e6 * jnp.exp(b + 0.5 * t), 1.5), obs=y)
 
-    posterior, _, _ = fitted(model, T, POSITIVE)
+    posterior, _, _ = fitted(model, T, 1e6 * POSITIVE)
     predicted = posterior.predict_y(T[:4])
-    for q in (0.05, 0.5, 0.9):
-        np.testing.assert_allclose(predicted.cdf(predicted.icdf(q)), q, atol=1e-4)
+    q = np.array([0.05, 0.5, 0.9])[:, None]
+    np.testing.assert_allclose(predicted.cdf(predicted.icdf(q)), q * np.ones(4), 1e-4)
+    assert (predicted.cdf(-1.0) == 0).all()
+    assert (predicted.icdf(1.0) == np.inf).all()
 
 
 def test_new_groups_are_draws_from_their_prior(counts):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -77,10 +78,7 @@ class CountMixture(Elementwise):
         return jnp.where(y < 0, 0, (jnp.exp(log_weights) * falls).sum(-1))
 
     def icdf(self, q: ArrayLike) -> Array:
-        raise NotImplementedError(
-            f"{type(self).__name__} has no quantiles in closed form. Use quantiles "
-            "of draws, jnp.quantile(d.sample(key, (1000,)), q, axis=0)"
-        )
+        return quantile(self, q)
 
     def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
         assert is_prng_key(key)
@@ -106,26 +104,72 @@ class CountMixture(Elementwise):
         return constant + jax.nn.logsumexp(log_weights + exponent, axis=-1)
 
 
+def bounds(support: Any) -> tuple[ArrayLike, ArrayLike]:
+    """Return the bounds of a support; infinite ones if it has none."""
+    while isinstance(support, constraints.independent):
+        support = support.base_constraint
+    low, high = (getattr(support, f"{k}_bound", None) for k in ("lower", "upper"))
+    return -math.inf if low is None else low, math.inf if high is None else high
+
+
+def quantile(
+    d: Any, q: ArrayLike, ends: tuple[ArrayLike, ArrayLike] | None = None
+) -> Array:
+    """Return a quantile of a distribution that has ``cdf`` alone, of any scale.
+
+    :param d: the distribution.
+    :param q: probabilities, which broadcast with the batch shape.
+    :param ends: bounds of the quantile, if not those of the support.
+    """
+    numbers = [x for x in jax.tree.leaves(d) if jnp.issubdtype(x.dtype, jnp.floating)]
+    dtype = jax.dtypes.canonicalize_dtype(jnp.result_type(*numbers))
+    q = jnp.asarray(q, dtype)
+    q = jnp.broadcast_to(q, jnp.broadcast_shapes(q.shape, d.batch_shape))
+    low, high = (
+        jnp.broadcast_to(jnp.asarray(x, dtype), q.shape)
+        for x in ends or bounds(d.support)
+    )
+    if not d.is_discrete:
+        return bisected_icdf(d.cdf, q, low, high)
+
+    def cdf(y: Array) -> Array:
+        count = jnp.ceil(y)
+        return jnp.where(count < low, 0, d.cdf(jnp.maximum(count, low)))
+
+    # The numbers whose next integer has at least this probability begin one below it.
+    return jnp.ceil(bisected_icdf(cdf, q, low - 1, high))
+
+
 def bisected_icdf(
     cdf: Callable[[Array], Array], q: Array, low: Array, high: Array
 ) -> Array:
-    """Return the quantile q of a distribution function, by bisection up to rounding.
+    """Return the quantile q of a distribution function: the smallest floating-point
+    number that has at least this probability. The numbers are bisected in their order,
+    as integers, so that no scale needs to be known.
 
-    :param cdf: an increasing function.
+    :param cdf: an increasing function. Where it overflows (NaN), it counts as 0 or 1.
     :param q: probabilities.
-    :param low: a lower bound of the quantile, of the shape of the answer.
-    :param high: an upper bound.
+    :param low: a lower bound of the quantile, of the shape of the answer; or -inf.
+    :param high: an upper bound; or inf.
     """
+    dtype, bits = low.dtype, jnp.finfo(low.dtype).bits
+    whole = jnp.int32 if bits == 32 else jnp.int64
+
+    def turned(order: Array) -> Array:
+        # Negative numbers are ordered by magnitude.
+        return jnp.where(order < 0, order ^ jnp.iinfo(whole).max, order)
 
     def halve(_: int, ends: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = ends
-        middle = 0.5 * (low + high)
-        below = cdf(middle) < q
+        middle = (low >> 1) + (high >> 1) + (low & high & 1)
+        at = lax.bitcast_convert_type(turned(middle), dtype)
+        reached = cdf(at)
+        below = jnp.where(jnp.isnan(reached), at < 0, reached < q)
         return jnp.where(below, middle, low), jnp.where(below, high, middle)
 
-    steps = 2 * jnp.finfo(low.dtype).nmant
-    low, high = lax.fori_loop(0, steps, halve, (low, high))
-    return 0.5 * (low + high)
+    ends = tuple(turned(lax.bitcast_convert_type(x, whole)) for x in (low, high))
+    _, high = lax.fori_loop(0, bits, halve, ends)
+    return lax.bitcast_convert_type(turned(high), dtype)
 
 
 class NormalLaplace(Elementwise):
@@ -185,15 +229,7 @@ class NormalLaplace(Elementwise):
         return ndtr(distance / jnp.sqrt(square)) - 0.5 * (right - left)
 
     def icdf(self, q: ArrayLike) -> Array:
-        q = jnp.asarray(q, self.mean.dtype)
-        return bisected_icdf(self.cdf, q, *_around(self, q))
-
-
-def _around(d: dist.Distribution, q: Array) -> tuple[Array, Array]:
-    """Return bounds of a quantile, by Cantelli's inequality."""
-    deviation = jnp.sqrt(d.variance)
-    low, high = deviation * jnp.sqrt((1 - q) / q), deviation * jnp.sqrt(q / (1 - q))
-    return d.mean - low, d.mean + high
+        return quantile(self, q)
 
 
 def _log_side(distance: Array, square: Array) -> Array:
@@ -240,11 +276,7 @@ class NodeMixture(dist.MixtureSameFamily):
         self.variance = jnp.broadcast_to(variance, self.batch_shape)
 
     def icdf(self, q: ArrayLike) -> Array:
-        q = jnp.asarray(q, self.mean.dtype)
-        ends = self.component_distribution.icdf(q[..., None])
-        shape = jnp.broadcast_shapes(q.shape, self.batch_shape)
-        low, high = (jnp.broadcast_to(x, shape) for x in (ends.min(-1), ends.max(-1)))
-        return bisected_icdf(self.cdf, q, low, high)
+        return quantile(self, q)
 
     def sample_with_intermediates(
         self, key: Array, sample_shape: tuple[int, ...] = ()
@@ -260,25 +292,6 @@ class NodeMixture(dist.MixtureSameFamily):
             if name in vars(component)
         }
         return type(component)(**chosen).sample(key), [nodes]
-
-
-class CellMixture(NodeMixture):
-    """A mixture over cells of any family with a distribution function. Its quantiles do
-    not need quantiles of the components; quantiles of counts are integers."""
-
-    def icdf(self, q: ArrayLike) -> Array:
-        q = jnp.asarray(q, self.mean.dtype)
-        low, high = _around(self, q)
-        # Distribution functions may be NaN outside of the support.
-        least = jnp.where(self.support(-jnp.ones((), q.dtype)), -jnp.inf, 0)
-
-        def cdf(y: Array) -> Array:
-            at = jnp.floor(y) if self.is_discrete else y
-            return jnp.where(at < least, 0, self.cdf(jnp.maximum(at, least)))
-
-        # For counts, a quantile may lie one below or above the bounds.
-        quantile = bisected_icdf(cdf, q, low - 1, high + 1)
-        return jnp.round(quantile) if self.is_discrete else quantile
 
 
 def _pick(parameter: ArrayLike, nodes: Array, batch_shape: tuple[int, ...]) -> Array:

@@ -13,7 +13,7 @@ import numpyro.distributions as dist
 from jax import Array, random
 from numpyro.distributions import Distribution, constraints
 
-from numpyro_gpaug.distributions.mixtures import bisected_icdf
+from numpyro_gpaug.distributions.mixtures import bounds, quantile
 from numpyro_gpaug.math.compiling import few
 
 # Nodes without a finite moment or density are left out if their weights add up to less.
@@ -50,7 +50,7 @@ class PredictorMixture(Distribution):
 
     ``predict_y`` of a posterior returns it for likelihoods whose predictive
     distribution has no closed form. ``cdf`` and ``icdf`` exist if the components have
-    them.
+    a ``cdf``.
 
     :param leaves: leaves of the component, in the order of ``treedef``; leaves marked
         by ``varies`` have a leading axis over nodes.
@@ -199,15 +199,27 @@ class PredictorMixture(Distribution):
 
     @_one_program
     def cdf(self, value: Array) -> Array:
-        return self._average(self._each(lambda d: d.cdf(value)))
+        def below(d: Any) -> Array:
+            # Formulas apply inside of a support alone.
+            low, high = bounds(d.support)
+            inside = _cdf(d, jnp.clip(value, low, high))
+            return jnp.where(value < low, 0, jnp.where(value > high, 1, inside))
+
+        draws = "count draws, (predicted.sample(key, (1000,)) <= value).mean(0), or "
+        return self._average(
+            self._known("cdf", below, f"{draws}define cdf in the class")
+        )
 
     @_one_program
     def icdf(self, q: Array) -> Array:
-        draws = "take quantiles of draws, "
-        draws += "numpy.quantile(predicted.sample(key, (1000,)), q, axis=0)"
-        quantiles = self._known("icdf", lambda d: d.icdf(q), draws)
-        found = bisected_icdf(self.cdf, q, quantiles.min(0), quantiles.max(0))
-        return jnp.ceil(found) if self.is_discrete else found
+        def ends(d: Any) -> Array:
+            found = jnp.stack(
+                jnp.broadcast_arrays(*map(jnp.asarray, bounds(d.support)))
+            )
+            return jnp.moveaxis(found, 0, -1)
+
+        each = self._each(ends)
+        return quantile(self, q, (each[..., 0].min(0), each[..., 1].max(0)))
 
     @partial(_one_program, static_argnames="sample_shape")
     def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
@@ -252,6 +264,16 @@ class PredictorMixture(Distribution):
         moving = [f for f, v in zip(found, self.varies, strict=True) if v]
         dims = [f for f in moving if f is not None]
         return dims if len(dims) == len(moving) else None
+
+
+def _cdf(d: Any, value: Array) -> Array:
+    """Return the distribution function of a component."""
+    # NumPyro lacks these.
+    if isinstance(d, dist.ZeroInflatedProbs):
+        return jnp.where(value < 0, 0, d.gate + (1 - d.gate) * d.base_dist.cdf(value))
+    if isinstance(d, dist.GeometricProbs | dist.GeometricLogits):
+        return 1 - (1 - d.probs) ** (jnp.floor(value) + 1)
+    return d.cdf(value)
 
 
 def _parameters(fn: Distribution, batch_shape: tuple[int, ...]) -> dict[int, int]:

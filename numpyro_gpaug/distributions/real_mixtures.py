@@ -73,10 +73,8 @@ class RealMixture(Elementwise):
 
     def icdf(self, q: ArrayLike) -> Array:
         def quantile(q: Array, *parameters: Array) -> Array:
-            ends = self.components(*parameters)[1].icdf(q[..., None])
-            return bisected_icdf(
-                lambda y: self._below(y, *parameters), q, ends.min(-1), ends.max(-1)
-            )
+            ends = jnp.full_like(q, -jnp.inf), jnp.full_like(q, jnp.inf)
+            return bisected_icdf(lambda y: self._below(y, *parameters), q, *ends)
 
         return self._by_rows(quantile, q)
 

@@ -13,7 +13,7 @@ from numpyro_gpaug.distributions.linked import (
     PiecewiseHeteroscedasticNormal,
     PiecewiseNormal,
 )
-from numpyro_gpaug.distributions.mixtures import CellMixture, NodeMixture
+from numpyro_gpaug.distributions.mixtures import NodeMixture
 
 from .contract import MStep, Parameters, power, register
 
@@ -25,11 +25,7 @@ def _expected(d: Linked, y, means: Parameters, variances: Parameters) -> Array:
 
 
 def _mixture(
-    d: Linked,
-    component: dist.Distribution,
-    means: Parameters,
-    variances: Parameters,
-    mixture: type[NodeMixture] = NodeMixture,
+    d: Linked, component: dist.Distribution, means: Parameters, variances: Parameters
 ) -> NodeMixture:
     """Return the mixture over cells with its exact moments."""
     p = d.cell_probabilities(means["f"], variances["f"])
@@ -38,11 +34,11 @@ def _mixture(
     spread = jnp.square(component.mean - mean[..., None])
     variance = (p * (component.variance + spread)).sum(-1)
     log_p = d.log_cell_probabilities(means["f"], variances["f"])
-    return mixture(log_p, component, mean, variance)
+    return NodeMixture(log_p, component, mean, variance)
 
 
 def _predictive(d: Linked, means: Parameters, variances: Parameters) -> NodeMixture:
-    return _mixture(d, d.components(), means, variances, CellMixture)
+    return _mixture(d, d.components(), means, variances)
 
 
 def _bernoulli_predictive(d, means: Parameters, variances: Parameters):
