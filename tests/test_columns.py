@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Columns of tables as arguments: numbers, missing values, categories, dates."""
 
+import pickle
 from datetime import date
 
 import jax
@@ -143,6 +144,50 @@ def test_summaries_have_labels_and_predictions_take_them(tmp_path) -> None:
         np.testing.assert_allclose(by_label.mean, by_code.mean, rtol=1e-6)
     found = posterior.average(*columns, at={"herd": ["east", "west"]})
     assert found.draws.shape == (1000, 2)
+    loss = svi.evaluate(fit.state, *columns, TABLE["count"])
+    np.testing.assert_allclose(loss, fit.losses[-1], rtol=0.1)
+    tree = gpaug.diagnostics.to_datatree(
+        KEY, model, svi.guide, fit.params, *columns, TABLE["count"], num_samples=4
+    )
+    for group in ("posterior", "prior"):
+        herds = tree[group]["effect"].coords["herds"]
+        assert herds.values.tolist() == ["east", "north", "west", "3"]
+    # The missing count is no observation.
+    assert np.isnan(tree["observed_data"]["y"]).values.tolist() == [False] * 5 + [True]
+
+
+def test_distributions_of_predictions_take_columns() -> None:
+    def plain(dose, y=None):
+        slope = numpyro.sample("slope", dist.Normal(0, 1))
+        with numpyro.plate("data", len(dose)):
+            numpyro.sample("y", dist.Normal(slope * dose, 1), obs=y)
+
+    svi = gpaug.ConjugateSVI(plain, gpaug.AutoLatentGaussian(plain))
+    dose, y = TABLE["dose"], TABLE["count"].fillna(2)
+    fit = svi.run(KEY, 10, dose, y, progress_bar=False)
+    posterior = svi.posterior(fit)
+    groups = TABLE["herd"]
+    for found in (
+        posterior.predict_y(dose),
+        posterior.leave_one_out(dose, y),
+        posterior.leave_out(groups, dose, y),
+    ):
+        assert isinstance(found, dist.Normal)
+        values = jnp.asarray(y.to_numpy(float))
+        np.testing.assert_array_equal(found.log_prob(y), found.log_prob(values))
+        np.testing.assert_array_equal(found.cdf(y), found.cdf(values))
+        with pytest.raises(TypeError, match="value is a column of categories"):
+            found.log_prob(groups)
+    assert type(pickle.loads(pickle.dumps(found))) is dist.Normal
+    collapsed = gpaug.collapse(plain).posterior({}, dose, y)
+    np.testing.assert_allclose(
+        collapsed.predict_y(dose).mean, posterior.predict_y(dose).mean, rtol=1e-4
+    )
+    # A dict of columns is one argument.
+    found, _ = read({"a": TABLE["dose"], "b": TABLE["herd"]})
+    assert found["b"].tolist() == TABLE["herd"].cat.codes.tolist()
+    with pytest.raises(TypeError, match="is a Series, and arrays are needed here"):
+        gpaug.TraceAnalytic_ELBO().loss(KEY, fit.params, plain, svi.guide, dose, y)
 
 
 def test_integrated_hyperparameters_have_labels_beside_them() -> None:
@@ -157,4 +202,7 @@ def test_integrated_hyperparameters_have_labels_beside_them() -> None:
     nested.run(KEY, TABLE["herd"], TABLE["dose"])
     names = ["tau", *(f"effect[{x}]" for x in ("east", "north", "west"))]
     assert sorted(nested.summary().index) == sorted(names)
+    tree = gpaug.diagnostics.to_datatree(KEY, nested)
+    herds = tree["posterior"]["effect"].coords["effect_dim_0"]
+    assert herds.values.tolist() == ["east", "north", "west"]
     assert sorted(nested.posterior().summary().index) == sorted(names)

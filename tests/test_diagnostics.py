@@ -381,6 +381,31 @@ def test_loo_of_what_all_draws_are_certain_of():
     assert found.pareto_k.values.max() < 0.7
 
 
+@pytest.mark.parametrize("shape", [(6,), (2, 3)])
+def test_missing_observations_are_no_data(shape):
+    from arviz_base import from_dict
+
+    rng = np.random.default_rng(0)
+    log_prob = -1 + 0.1 * rng.normal(size=(1, 500, *shape))
+    y = np.zeros(shape)
+    y.flat[[1, 4]] = np.nan
+    log_prob[..., np.isnan(y)] = 0
+    given = {"posterior": {"f": rng.normal(size=(1, 500))}}
+
+    def tree(log_prob, y):
+        seen = {"log_likelihood": {"y": log_prob}, "observed_data": {"y": y}}
+        return from_dict(given | seen)
+
+    found = diagnostics.loo(tree(log_prob, y))
+    rest = ~np.isnan(y)
+    expected = diagnostics.loo(tree(log_prob[..., rest], y[rest]))
+    assert found.n_data_points == 4
+    np.testing.assert_allclose([found.elpd, found.se], [expected.elpd, expected.se])
+    terms = np.where(rest, found.elpd, np.nan)
+    table = diagnostics.compare({"a": terms, "b": terms - 1})
+    np.testing.assert_allclose(table.loc["b", "elpd_diff"], 4)
+
+
 def test_loo_matches_leaving_one_out(exact):
     X, y, tree = exact
     K = gram(kernel(), X, X)

@@ -6,6 +6,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from numpyro_gpaug.model.columns import Labels
+
 if TYPE_CHECKING:
     from xarray import DataTree
 
@@ -27,7 +29,10 @@ def part_of_arviz(name: str) -> Any:
 
 
 def tree_of(
-    groups: dict[str, dict[str, Any]], dims: dict[str, list[str]] | None = None
+    groups: dict[str, dict[str, Any]],
+    dims: dict[str, list[str]] | None = None,
+    axes: dict[str, tuple[str, ...]] | None = None,
+    labels: Labels | None = None,
 ) -> DataTree:
     """Return a tree of arrays by group and name.
 
@@ -37,6 +42,8 @@ def tree_of(
     :param groups: arrays by name, by group; groups of draws have axes (chains, draws,
         ...), and empty groups are left out.
     :param dims: names of further axes, by site.
+    :param axes: by site, the argument with labels that indexes each axis.
+    :param labels: labels by argument, which become coordinates.
     """
 
     def plain(name: str) -> str:
@@ -48,9 +55,23 @@ def tree_of(
         if given
     }
     named = {plain(name): [*map(plain, x)] for name, x in (dims or {}).items()}
-    return part_of_arviz("arviz_base").from_dict(
+    tree = part_of_arviz("arviz_base").from_dict(
         found,
         sample_dims=["chain", "draw"],
         dims=named,
         attrs={"/": {"inference_library": "numpyro_gpaug"}},
     )
+    coords: dict[str, list[str]] = {}
+    for name, arguments in (axes or {}).items():
+        site = tree["posterior"][plain(name)]
+        for k, argument in zip(site.dims[2:], arguments, strict=True):
+            if known := (labels or {}).get(argument):
+                places = range(len(known), site.sizes[k])
+                coords[k] = [*known, *map(str, places)][: site.sizes[k]]
+    for group in tree.children if coords else ():
+        from xarray import DataTree
+
+        found = tree[group].to_dataset()
+        here = {k: x for k, x in coords.items() if k in found.dims}
+        tree[group] = DataTree(found.assign_coords(here))
+    return tree

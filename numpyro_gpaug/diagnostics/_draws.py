@@ -17,7 +17,13 @@ from numpyro import handlers
 
 from numpyro_gpaug._numpyro import whole_plates
 from numpyro_gpaug.diagnostics._prior import log_priors, prior_sampler, top_level
-from numpyro_gpaug.diagnostics._run import replicate, run, scaled
+from numpyro_gpaug.diagnostics._run import (
+    masked_as_nan,
+    observations,
+    replicate,
+    run,
+    scaled,
+)
 from numpyro_gpaug.gaussians.base import selected as _selected
 from numpyro_gpaug.gp.conditional import Conditional
 from numpyro_gpaug.likelihoods.expectations import (
@@ -64,7 +70,7 @@ class Evaluated(NamedTuple):
 
     :param draws: its outputs at the draws.
     :param log_p: log joint density of each draw and the observations.
-    :param observed: observations by site.
+    :param observed: observations by site, NaN where they are masked.
     :param model: the programs that evaluated it.
     """
 
@@ -112,7 +118,7 @@ class Programs:
 
     def _at(
         self, given: Arguments, params: Any, key: Array, fixed: Any, drawn: Any
-    ) -> tuple[Draws, dict[str, Array]]:
+    ) -> tuple[Draws, dict[str, tuple[Array, Array]]]:
         """Return the outputs of the model at one draw, and the observations."""
         values = {**params, **fixed, **drawn}
         noise_key, bound_key, new_key = random.split(key, 3)
@@ -133,7 +139,7 @@ class Programs:
                 continue
             if is_pseudo(message["fn"]):
                 self.pseudo.add(name)
-            observed[name] = message["value"]
+            observed[name] = observations(message)
             replicated[name] = replicate(message, new_key)
         prior = _log_density([trace[n] for n in drawn])
         priors = log_priors(trace, self.top_level & drawn.keys())
@@ -215,7 +221,8 @@ def evaluated_at(
     log_p = draws.prior.astype(float) + sum(
         v.astype(float).reshape(total, -1).sum(-1) for v in draws.scaled.values()
     )
-    return Evaluated(draws, log_p, jax.tree.map(np.asarray, observed), model)
+    seen = {name: masked_as_nan(*x) for name, x in observed.items()}
+    return Evaluated(draws, log_p, seen, model)
 
 
 def _log_likelihoods(view: ModelView, latents: Any) -> Values:

@@ -29,6 +29,9 @@ def loo(tree: DataTree, site: str | None = None, *, correct: bool = True) -> Any
 
     :param tree: a tree from :func:`to_datatree`; or one of MCMC draws, as
         :func:`arviz_base.from_numpyro` makes it with ``log_likelihood=True``.
+    Entries of ``observed_data`` that are NaN are not data: masked ones, and
+    missing ones of MCMC trees. The results leave them out.
+
     :param site: the observed site, if the model has several.
     :param correct: whether to reweight draws also from the guide to the posterior, by
         ``log_p`` and ``log_q``, not only from the posterior to the posterior without
@@ -48,7 +51,7 @@ def loo(tree: DataTree, site: str | None = None, *, correct: bool = True) -> Any
     arviz_stats = part_of_arviz("arviz_stats")
     check_tree(tree)
     _check_site(tree, site)
-    tree = _without_ties(tree)
+    tree = _without_ties(_without_missing(tree, site))
     stats = tree.children.get("sample_stats", {})
     if "log_q" not in stats:
         return arviz_stats.loo(tree, pointwise=True, var_name=site)
@@ -81,6 +84,26 @@ def _check_site(tree: DataTree, site: str | None) -> None:
         raise ValueError(
             f"site={site!r}: the sites with a likelihood are {names}; pass site=..."
         )
+
+
+def _without_missing(tree: DataTree, site: str | None) -> DataTree:
+    """Return the tree without observations that are NaN, which are not data. Tables of
+    observations become flat."""
+    observed = tree.children.get("observed_data", {})
+    name = site or next(iter(tree["log_likelihood"].data_vars))
+    if name not in observed or observed[name].dtype.kind != "f":
+        return tree
+    values = tree["log_likelihood"][name]
+    dims = [d for d in values.dims if d not in ("chain", "draw")]
+    missing = np.isnan(observed[name].values)
+    missing = missing.any(tuple(range(len(dims), missing.ndim))).ravel()
+    if not missing.any():
+        return tree
+    if len(dims) != 1:
+        values, dims = values.stack(observation=dims), ["observation"]
+    tree = tree.copy()
+    tree["log_likelihood"] = values.isel({dims[0]: ~missing}).to_dataset(name=name)
+    return tree
 
 
 def _without_ties(tree: DataTree) -> DataTree:
@@ -117,9 +140,10 @@ def compare(
 
     :param trees: trees by name, at least two; each as in :func:`loo`. Or log densities
         of the same observations, as ``posterior.leave_out(groups, X, y).log_prob(y)``
-        returns them. Densities of observations of one group depend on one another: if
-        groups are few, pass their sums, ``np.bincount(group, densities)``, so that
-        standard errors are those of independent terms.
+        returns them; NaN for observations that are missing. Densities of observations
+        of one group depend on one another: if groups are few, pass their sums,
+        ``np.bincount(group, densities)``, so that standard errors are those of
+        independent terms.
     :param site: the observed site, if the models have several.
     :param correct: as in :func:`loo`.
     :return: ArviZ's table, a :class:`pandas.DataFrame` with one row per model, the best
@@ -213,9 +237,12 @@ def _scores_of(arrays: dict[str, np.ndarray], given: Mapping[str, Any]) -> Any:
             f"log densities have shapes {shapes}. Models can be compared only on the "
             "same observations, in the same order"
         )
+    # Missing observations have no density in any model.
+    missing = np.isnan([np.ravel(x) for x in arrays.values()]).all(0)
     scores = {}
     for name, x in arrays.items():
         terms = np.asarray(x, float).ravel()
+        terms = terms[~missing]
         if not np.isfinite(terms).all():
             raise ValueError(f"the log densities of {name!r} are not all finite")
         error = np.sqrt(terms.size * terms.var())

@@ -20,7 +20,12 @@ from numpyro_gpaug.diagnostics._prior import (
     prior_sampler,
     top_level,
 )
-from numpyro_gpaug.diagnostics._run import replicate, run
+from numpyro_gpaug.diagnostics._run import (
+    masked_as_nan,
+    observations,
+    replicate,
+    run,
+)
 from numpyro_gpaug.infer import NestedVI
 from numpyro_gpaug.likelihoods.expectations import base_distribution
 from numpyro_gpaug.model.arguments import Arguments, Values
@@ -64,14 +69,14 @@ def tree_of_nested(key: Array, nested: NestedVI) -> DataTree:
         first = {k: x[0] for k, x in values.items()}
         trace = run(nested.model, given, keys[0], first)
         found = jax.lax.map(lambda each: one(given, each), (keys, values))
-        return {k: trace[k]["value"] for k in found[0]}, found
+        return {k: observations(trace[k]) for k in found[0]}, found
 
     key, prior_key = random.split(key)
     keys = random.split(key, chains * num)
     values = {k: x for k, x in flat.items() if k in latent}
     seen, found = everywhere(arguments, keys, values)
     densities, replicated, priors = found
-    observed = {k: np.asarray(x) for k, x in seen.items()}
+    observed = {k: masked_as_nan(*x) for k, x in seen.items()}
     sampler = prior_sampler(nested.model)
     groups = {
         "posterior": {k: np.asarray(x) for k, x in draws.items()},
@@ -80,7 +85,8 @@ def tree_of_nested(key: Array, nested: NestedVI) -> DataTree:
         "log_prior": _by_chain(priors, chains, num),
         **prior_groups(sampler, arguments, {}, prior_key, chains * num),
     }
-    return tree_of({**groups, "observed_data": observed})
+    groups["observed_data"] = observed
+    return tree_of(groups, None, nested.labelled_axes, nested.labels)
 
 
 def _by_chain(found: Values, chains: int, num: int) -> dict[str, np.ndarray]:

@@ -8,12 +8,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from numpyro import handlers
 from numpyro.distributions import BinomialLogits, BinomialProbs, Distribution
 from numpyro.distributions.batch_util import promote_batch_shape
 
 from numpyro_gpaug._numpyro import is_scanned, residual_policy
+from numpyro_gpaug.likelihoods.expectations import through_wrappers
 from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.structure import Trace
 
@@ -42,6 +44,29 @@ def replicate(message: dict[str, Any], key: Array) -> Array:
     """
     fn = message["fn"]
     return _drawable(_of_all_steps(fn) if is_scanned(message) else fn).sample(key)
+
+
+def observations(message: dict[str, Any]) -> tuple[Array, Array]:
+    """Return the value of an observed site, and which of its entries are not masked.
+
+    :param message: NumPyro's message of the site.
+    """
+    ones = through_wrappers(message["fn"], lambda base: jnp.ones(base.batch_shape))
+    return message["value"], ones > 0
+
+
+def masked_as_nan(value: Array, known: Array) -> np.ndarray:
+    """Return observations, NaN where they are masked. Without masks they keep their
+    dtype.
+
+    :param value: from :func:`observations`.
+    :param known: likewise.
+    """
+    found, given = np.asarray(value), np.asarray(known)
+    if given.all():
+        return found
+    given = given.reshape(given.shape + (1,) * (found.ndim - given.ndim))
+    return np.where(given, found.astype(np.result_type(found, np.float32)), np.nan)
 
 
 def scaled(density: Array, scale: Any) -> Array:

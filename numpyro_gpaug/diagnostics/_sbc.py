@@ -27,6 +27,7 @@ from numpyro_gpaug.likelihoods.expectations import base_distribution
 from numpyro_gpaug.math.compiling import jit
 from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.calls import check_count, check_key
+from numpyro_gpaug.model.columns import Columns
 from numpyro_gpaug.predict import Posteriors
 
 if TYPE_CHECKING:
@@ -197,6 +198,7 @@ def sbc(
     check_key(key)
     check_count("num", num)
     check_count("num_draws", num_draws)
+    args, kwargs, _ = Columns.read(model, args, kwargs)
     arguments = Arguments.split(args, kwargs)
     truth_key, fit_key, tie_key = random.split(key, 3)
     values: Values = {}

@@ -15,11 +15,13 @@ from numpyro_gpaug.diagnostics._arviz import tree_of
 from numpyro_gpaug.diagnostics._draws import Evaluated, evaluated_at, programs_for
 from numpyro_gpaug.diagnostics._nested import tree_of_nested
 from numpyro_gpaug.diagnostics._prior import prior_groups
+from numpyro_gpaug.guides import AutoLatentGaussian
 from numpyro_gpaug.guides.function_space import AutoFunctionSpaceGP
 from numpyro_gpaug.infer import NestedVI
 from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.closures import watched
-from numpyro_gpaug.model.columns import Columns
+from numpyro_gpaug.model.columns import Columns, Labels
+from numpyro_gpaug.predict import Posterior
 
 if TYPE_CHECKING:
     from xarray import DataTree
@@ -53,8 +55,11 @@ def to_datatree(
     * ``prior`` and ``prior_predictive``: draws from the prior, ``num_samples`` or 1000
       of them, whichever is less. Models with an improper prior do not have these
       groups;
-    * ``observed_data``;
+    * ``observed_data``, NaN where it is masked, so that :func:`loo` does not count it;
     * ``fit``: ``losses``, over a dimension ``step``, if they were given.
+
+    Members of a plate that a categorical column indexes have its labels as coordinates,
+    with which ArviZ labels tables and plots.
 
     Names are the names of the sites, with each ``/`` (from ``numpyro.handlers.scope``)
     replaced by ``.``, because ``/`` separates paths in a tree.
@@ -141,7 +146,7 @@ def to_datatree(
     if guide is None or params is None:
         raise TypeError("pass a guide and its params, or a NestedVI after its run")
     _check(guide, params, num_samples)
-    args, kwargs, _ = Columns.read(model, args, kwargs)
+    args, kwargs, labels = Columns.read(model, args, kwargs)
     arguments = Arguments.split(args, kwargs)
     # Changes that the model itself makes do not count.
     with watched(model).running():
@@ -162,7 +167,13 @@ def to_datatree(
         )
         given = programs.prior, arguments, params
         prior = prior_groups(*given, prior_key, num_samples)
-        tree = _as_tree(latents, log_q, evaluated, prior)
+        axes: dict[str, tuple[str, ...]] = {}
+        if labels and isinstance(guide, AutoLatentGaussian):
+            posterior = Posterior.of_guide(
+                model, guide, dict(params), args, kwargs, labels=labels
+            )
+            axes = posterior.arguments.axes
+        tree = _as_tree(latents, log_q, evaluated, prior, axes, labels)
         if losses is not None:
             from xarray import Dataset, DataTree
 
@@ -192,6 +203,8 @@ def _as_tree(
     log_q: np.ndarray,
     evaluated: Evaluated,
     prior: dict[str, dict[str, np.ndarray]],
+    axes: dict[str, tuple[str, ...]],
+    labels: Labels,
 ) -> DataTree:
     draws, model = evaluated.draws, evaluated.model
     densities = draws.likelihoods.items()
@@ -209,4 +222,4 @@ def _as_tree(
         for group, found in groups.items()
     }
     found = {**one_chain, **prior, "observed_data": evaluated.observed}
-    return tree_of(found, dims=model.dims)
+    return tree_of(found, model.dims, axes, labels)

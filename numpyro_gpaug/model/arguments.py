@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from numpyro_gpaug.math.arrays import as_arrays, held
 from numpyro_gpaug.math.fingerprints import fingerprint
 from numpyro_gpaug.math.sharding import ROWS, placed, rows_mesh
+from numpyro_gpaug.model.columns import is_column
 
 # A model, a guide, or a part of one; and values of sites and params by name.
 Model = Callable[..., Any]
@@ -70,6 +71,12 @@ class Arguments(_Split):
         leaves, treedef = jax.tree.flatten((args, kwargs))
         arrays = held([x for x in leaves if is_array(x)])
         static = tuple((i, x) for i, x in enumerate(leaves) if not is_array(x))
+        for _, x in static:
+            if is_column(x):
+                raise TypeError(
+                    f"an argument of the model is a {type(x).__name__}, and arrays are "
+                    "needed here: pass .to_numpy(), and codes of categories"
+                )
         given = cls(arrays, (treedef, static, None))
         return given.on(given.mesh)
 

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from numpyro_gpaug.model.signatures import argument_names
@@ -53,11 +54,13 @@ class Columns(NamedTuple):
         known = known or {}
         names = argument_names(model, len(args))[: len(args)]
         names += [f"argument {i}" for i in range(len(names), len(args))]
-        if not any(map(is_column, (*args, *kwargs.values()))) and not known:
+        if not any(map(is_column, jax.tree.leaves((args, kwargs)))) and not known:
             return cls(args, kwargs, {})
         labels: Labels = {}
 
         def one(name: str, value: Any) -> Any:
+            if type(value) is dict:
+                return {k: one(f"{name}[{k!r}]", x) for k, x in value.items()}
             text = isinstance(value, np.ndarray) and value.dtype.kind in "UO"
             if not is_column(value) and not (text and name in known):
                 return value
@@ -83,6 +86,22 @@ def coded(name: str, value: Any, known: tuple[str, ...] | None) -> Any:
     if known is None or np.asarray(value).dtype.kind not in "UO":
         return value
     return _column(name, np.asarray(value), known)[0]
+
+
+def numbers(name: str, value: Any) -> Any:
+    """Return a column of numbers as an array, and anything else as it is.
+
+    :param name: the name of the value, for messages.
+    :raises TypeError: for text, dates and categories, whose codes only a fit has.
+    """
+    if not is_column(value):
+        return value
+    if _categories(value) is not None:
+        raise TypeError(
+            f"{name} is a column of categories. Pass its codes in the fit; "
+            "posterior.log_prob(X, y) takes categories"
+        )
+    return _numbers(name, value)
 
 
 def is_column(value: Any) -> bool:

@@ -17,7 +17,7 @@ def labelled_axes(
     view: Callable[[Any], JointView], given: Any, names: list[str], labels: Labels
 ) -> dict[str, tuple[str, ...]]:
     """Return, by site, the argument with labels that indexes each axis; empty for an
-    axis that none, or several, index.
+    axis that none index, or several with different labels.
 
     :param view: returns the view of the model at its arguments.
     :param given: the model's arguments.
@@ -46,10 +46,15 @@ def labelled_axes(
             if shape.count(size) == 1:
                 own[shape.index(size)] |= found
     return {
-        name: tuple(k.pop() if len(k) == 1 else "" for k in found)
+        name: tuple(_one(k, labels) for k in found)
         for name, found in axes.items()
         if any(found)
     }
+
+
+def _one(names: set[str], labels: Labels) -> str:
+    """Return the first of the names, if all have the same labels."""
+    return min(names) if len({labels[k] for k in names}) == 1 else ""
 
 
 def _by_size(

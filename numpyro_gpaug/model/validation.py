@@ -189,8 +189,11 @@ def _named(
 
 def _check_kind(name: str, value: Any, rows: int) -> None:
     if is_column(value):
-        coded = hasattr(value, "dtype") and hasattr(value, "cat")
+        # Columns of polars have the accessor, whatever they contain.
+        coded = hasattr(getattr(value, "cat", None), "codes")
         codes = f"{name}.cat.codes" if coded else name
+        if str(getattr(value, "dtype", "")).startswith(("Categorical", "Enum")):
+            codes = f"{name}.to_physical()"
         raise TypeError(
             f"{name} is a {type(value).__name__}: pass an array ({codes}.to_numpy())"
         )

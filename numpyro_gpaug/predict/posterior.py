@@ -27,7 +27,7 @@ from numpyro_gpaug.math.arrays import in_dtype_of, is_traced
 from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.calls import check_count, check_key
 from numpyro_gpaug.model.closures import Version, watched
-from numpyro_gpaug.model.columns import Labels, labelled
+from numpyro_gpaug.model.columns import Columns, Labels, labelled
 from numpyro_gpaug.model.costs import MAX_DENSE
 from numpyro_gpaug.model.display import latent_rows, observed_rows
 from numpyro_gpaug.model.latents import Structure
@@ -38,6 +38,7 @@ from numpyro_gpaug.predict.arguments import FitArguments
 from numpyro_gpaug.predict.averages import Averages, Contrast, Question
 from numpyro_gpaug.predict.averaging import Of
 from numpyro_gpaug.predict.calls import Calls
+from numpyro_gpaug.predict.columns import taking_columns
 from numpyro_gpaug.predict.mixture import Fitted, FunctionValues, WithoutData
 from numpyro_gpaug.predict.predictor import Predictor, predictor_for
 from numpyro_gpaug.predict.saved import SavedFit, read_fit, write_fit
@@ -143,7 +144,8 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         :raises ValueError: if params are missing, or if inducing inputs or
             hyperparameters are computed from a positional argument.
         """
-        return cls.of_guide(model, guide, params, args, kwargs)
+        args, kwargs, labels = Columns.read(model, args, kwargs)
+        return cls.of_guide(model, guide, params, args, kwargs, labels=labels)
 
     @classmethod
     @one_thread
@@ -424,7 +426,9 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         """
         observed = self._predictor.predicted(site)
         called = self._calls.unobserved(args, kwargs)
-        return self._calls.stream("y", called, observed.name, batch_size)
+        return taking_columns(
+            self._calls.stream("y", called, observed.name, batch_size)
+        )
 
     @_as_fitted
     def average(
@@ -635,7 +639,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         if not is_traced(arguments):
             _check_left_out(found, self.model, self.structure, arguments)
         if not isinstance(found, WithoutData):
-            return found
+            return taking_columns(found)
         if not is_traced(arguments) and found.worth.min() < LEAST_MEMBERS:
             warnings.warn(
                 "without some of the observations the posterior of the hyperparameters "
@@ -644,7 +648,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
                 "nested.posterior(num_points=512)",
                 stacklevel=4,
             )
-        return found.distribution
+        return taking_columns(found.distribution)
 
     @_as_fitted
     def sample(

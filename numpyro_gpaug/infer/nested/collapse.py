@@ -29,7 +29,7 @@ from numpyro_gpaug.math.threads import threads_for
 from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.calls import check_count, check_key
 from numpyro_gpaug.model.closures import Version, watched
-from numpyro_gpaug.model.columns import Labels
+from numpyro_gpaug.model.columns import Columns, Labels
 from numpyro_gpaug.model.latents import JOINT
 from numpyro_gpaug.model.structure import remembered
 from numpyro_gpaug.model.validation import check_arguments
@@ -154,6 +154,7 @@ class CollapsedModel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         with self._watch.running(self._compiled), self._running():
+            args, kwargs, _ = Columns.read(self.model, args, kwargs)
             check_arguments(self.model, args, kwargs)
             arguments = Arguments.split(args, kwargs)
             bound = self._bounds.at(arguments, args, kwargs)
@@ -213,6 +214,7 @@ class CollapsedModel:
             return AtDraws(programs, arguments, samples).sites(key)
 
     def _read(self, args: Any, kwargs: Any) -> tuple[Arguments, Programs]:
+        args, kwargs, _ = Columns.read(self.model, args, kwargs)
         check_arguments(self.model, args, kwargs)
         arguments = Arguments.split(args, kwargs)
         bound = self._bounds.at(arguments, args, kwargs)

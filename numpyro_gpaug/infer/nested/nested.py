@@ -459,13 +459,28 @@ class NestedVI(Displayed):
         found = self._table()
         return pandas.DataFrame.from_dict(found, orient="index", columns=COLUMNS)
 
-    @one_thread
     def _table(self) -> dict[str, list[float]]:
         """Return the rows of the table, with the labels of members."""
+        found, axes = self._known().table(), self.labelled_axes
+        return {labelled(k, axes, self.labels): x for k, x in found.items()}
+
+    @property
+    def labels(self) -> Labels:
+        """Labels of the arguments that were categories, by name."""
+        return self._labels
+
+    @property
+    @one_thread
+    def labelled_axes(self) -> dict[str, tuple[str, ...]]:
+        """By site, the argument with labels that indexes each axis; empty for an axis
+        that none indexes.
+
+        :raises RuntimeError: before a run.
+        """
         run = self._known()
-        found, programs = run.table(), run.programs
+        programs = run.programs
         if not self._labels:
-            return found
+            return {}
 
         def view(data: Arguments) -> JointView:
             hyper = programs.hyper
@@ -474,8 +489,7 @@ class NestedVI(Displayed):
 
         with programs.running():
             names = names_of_arrays(self.model, *self._run_on().merge())
-            axes = labelled_axes(view, run.data, names, self._labels)
-        return {labelled(k, axes, self._labels): x for k, x in found.items()}
+            return labelled_axes(view, run.data, names, self._labels)
 
     @property
     def certified(self) -> bool:

@@ -279,6 +279,7 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         :return: the new state and the loss (minus the bound).
         :raises ValueError: as :meth:`init` does, unless state or data are traced.
         """
+        args, kwargs, _ = Columns.read(self.model, args, kwargs)
         arguments, data = self._checked(state, *partitioned((args, kwargs)))
         self._programs.keep_up()
         plan = self._programs.plan_at(arguments, state)
@@ -291,6 +292,7 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
     @one_thread
     def evaluate(self, state: ConjugateState, *args: Any, **kwargs: Any) -> Array:
         """Return the loss (minus the bound) of a state on these data."""
+        args, kwargs, _ = Columns.read(self.model, args, kwargs)
         arguments, _ = self._checked(state, *partitioned((args, kwargs)))
         self._programs.keep_up()
         plan = self._programs.plan_at(arguments, state)
@@ -408,6 +410,7 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         [ 1.1 -1.4]
         """
         check_run(rng_key, num_steps, tol)
+        args, kwargs, _ = Columns.read(self.model, args, kwargs)
         responses = Responses.split(self.model, args, kwargs, over)
         bar = tqdm(total=responses.number, disable=not progress_bar)
         with bar:
