@@ -435,6 +435,13 @@ def test_the_summary_says_what_was_done(of_counts, capsys):
     assert "exact posterior" in " ".join(repr(of_counts).split())
 
 
+@pytest.mark.parametrize(("size", "expected"), [(1000, 8), (131_072, 4), (10**7, 2)])
+def test_fewer_draws_are_made_if_they_would_not_fit_into_memory(size, expected):
+    form = SimpleNamespace(any_rows=False, independent=SimpleNamespace(groups=0))
+    bound = SimpleNamespace(structure=SimpleNamespace(size=size, form=form))
+    assert gpaug.NestedVI(lambda: None)._draws_at(bound) == expected
+
+
 @pytest.mark.filterwarnings("ignore:k-hat")
 def test_a_sparse_process_is_named(of_counts, capsys):
     """Draws of a process with few inducing inputs neglect its residual, and the report

@@ -444,12 +444,14 @@ class ChainPrior:
         if q.kept is None or whitener is None:
             return None
         steps = q.layout.groups * q.layout.each
-        own, corner = jnp.split((q.mean + q.unwhiten(noise)).T, [steps])
-        along = own.reshape(*links.shape[:3], -1)
         fresh, rest = jnp.split(noise.T, [steps])
-        fresh = Blocks(q.inverse[0]).drawn(fresh).reshape(along.shape)
+        fresh = Blocks(q.inverse[0]).drawn(fresh).reshape(*links.shape[:3], -1)
         alone = q.kept[0][..., 2 * links.shape[-1] :]
         alone = alone[..., :1] + fresh - alone[..., 1:] @ rest
+        # Without the mean and the cross gain of the steps, which a program of draws
+        # then does not compute.
+        along = _back(q.gain[0], alone)
+        corner = q.mean[0, steps:, None] + q.whitener[0].T @ rest
         first = small.product(whitener[:, :1], along[:, :1])
         white = jnp.concatenate([first, self._apart(q, along, alone)], 1)
         return jnp.concatenate([white.reshape(-1, len(noise)), corner]).T

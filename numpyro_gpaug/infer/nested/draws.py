@@ -57,7 +57,7 @@ class Run:
     :param weighted: the draws of hyperparameters, and all weights.
     :param z: whitened latents, (n, draws, size).
     :param values: values of all sites at the draws, by name, (n, draws, ...); only the
-        names for deterministic sites.
+        names for deterministic sites and whitened inducing values.
     :param clock: the times of the run.
     :param evaluations: the number of hyperparameters at which the Gaussian was fitted.
     :param width: the factor by which the proposal of latents is wider than the
@@ -100,11 +100,11 @@ class Run:
 
         :param deterministic: whether to include deterministic sites.
         """
-        wanted = deterministic and self._deterministic
+        wanted = deterministic and self._left_out
         return self._chosen(np.arange(self.weighted.log_ratios.size), wanted)
 
     @property
-    def _deterministic(self) -> set[str]:
+    def _left_out(self) -> set[str]:
         return {name for name, x in self.values.items() if isinstance(x, tuple)}
 
     def _chosen(self, indices: np.ndarray, run: Any) -> Values:
@@ -117,7 +117,7 @@ class Run:
         if run:
             flat = self.z.reshape(-1, self.z.shape[-1])
             return self.at(self.weighted.points[indices // draws], flat[indices])
-        hidden = self._deterministic
+        hidden = self._left_out
         known = {k: x for k, x in self.values.items() if k not in hidden}
         return {
             k: jax.device_put(x.reshape(-1, *x.shape[2:])[indices])
@@ -139,7 +139,7 @@ class Run:
     def samples(self, num: int) -> Values:
         """Return equally weighted draws by site."""
         rng = np.random.default_rng(self.seed)
-        return self._chosen(self.weighted.resampled(num, rng), self._deterministic)
+        return self._chosen(self.weighted.resampled(num, rng), self._left_out)
 
     def points(self) -> tuple[np.ndarray, np.ndarray]:
         """Hyperparameters, and the logarithms of their weights."""
@@ -170,11 +170,8 @@ class Run:
         return shares.ravel(), values, moments
 
     def shown(self, sites: dict[str, Array]) -> dict[str, np.ndarray]:
-        """The sites in a table: all but deterministic ones and whitened inducing
-        values."""
-        functions = self.programs.structure.functions
-        hidden = {f"{name}.v" for name in functions} | self._deterministic
-        return {k: np.asarray(x) for k, x in sites.items() if k not in hidden}
+        """The sites in a table: those whose values at draws were kept."""
+        return {k: np.asarray(x) for k, x in sites.items() if k not in self._left_out}
 
     def table(self) -> dict[str, list[float]]:
         """Return moments and quantiles of every entry of every sample site."""

@@ -85,7 +85,8 @@ class Known:
             weights, doubt = self._spline(white)
             inside = np.abs(weights).sum(1) < WITHIN
             # Precisions that are positive at all known points remain positive.
-            found = np.clip(weights[inside] @ self._between, self._least, self._most)
+            chosen = weights[inside].astype(self._dtype)
+            found = np.clip(chosen @ self._between, self._least, self._most)
             rows[inside], doubts[inside] = self._factors_of(found), doubt[inside]
         return rows, doubts
 

@@ -51,8 +51,9 @@ from numpyro_gpaug.model.validation import check_arguments, check_trace
 from numpyro_gpaug.predict import Posterior
 
 # Draws of the latents at each point: by default, at most, and the largest number of
-# values in all of them.
+# values in all of them. If they would not fit into a gigabyte, there are fewer.
 DRAWS, MOST_DRAWS, MOST_NUMBERS = 8, 32, 2**24
+FEWEST, GIGABYTE = 2, 2**28
 # The factor by which there are more draws if groups are weighted apart, because these
 # differ little in the border.
 MORE_APART = 4
@@ -117,10 +118,10 @@ class NestedVI(Displayed):
     :param num_samples: equally weighted draws that :meth:`get_samples` returns.
     :param num_points: number of hyperparameters to draw (512 give about 300 effective
         ones). If weights are uneven, up to eight times as many are drawn.
-    :param num_draws: draws of the latents at each. The default is 8, 16 if groups are
-        weighted separately, and up to 32 if a dense Gaussian has more than a hundred
-        latents: then weights are more uneven, and draws are cheap compared with the
-        Gaussian.
+    :param num_draws: draws of the latents at each. The default is 8, fewer (at least 2)
+        if those of all points would not fit into a gigabyte, 16 if groups are weighted
+        separately, and up to 32 if a dense Gaussian has more than a hundred latents:
+        then weights are more uneven, and draws are cheap compared with the Gaussian.
     :param correct: ``"mcmc"`` runs NUTS from the draws if k-hat is too large, with all
         latents and hyperparameters whitened by the Gaussian at the mode. (Slice
         sampling of the hyperparameters was no faster on the two models tried: the
@@ -544,9 +545,10 @@ class NestedVI(Displayed):
         room = MOST_NUMBERS // max(self.num_points * structure.size, 1)
         if may_part(structure):
             return draws_at(structure.form.independent, MORE_APART * room)
-        if not structure.form.any_rows:
-            return DRAWS
-        return max(DRAWS, min(structure.size // 12, MOST_DRAWS, room))
+        if structure.form.any_rows:
+            return max(DRAWS, min(structure.size // 12, MOST_DRAWS, room))
+        held = GIGABYTE // (self.num_points * structure.size)
+        return min(DRAWS, max(FEWEST, held))
 
     @one_thread
     def _programs_at(self, bound: CollapsedBound, arguments: Arguments) -> Programs:

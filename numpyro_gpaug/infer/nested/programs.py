@@ -94,7 +94,7 @@ class Drawn(NamedTuple):
         without the determinant; (draws,).
     :param lost: the rounding error of ``total``.
     :param sites: values by name, (draws, ...); only the names for deterministic sites,
-        which may be as large as the data.
+        and for whitened inducing values, which may be as large as the data.
     """
 
     log_prior: Array
@@ -504,14 +504,17 @@ class Programs:
         return jax.tree.map(lambda x: x.reshape(len(places), *x.shape[2:])[:num], found)
 
     def _latents(self, trace: Trace, *, deterministic: bool = False) -> Values:
-        """Return values of all sites that are not observed; deterministic sites are
-        empty unless they are requested."""
+        """Return values of all sites that are not observed; deterministic sites, and
+        whitened inducing values, which the whitened latents contain, are empty unless
+        they are requested."""
         observed = {site.name for site in self.structure.observed}
-        kinds = {"sample": True, "deterministic": deterministic}
+        hidden = {f"{name}.v" for name in self.structure.functions}
         return {
-            k: site["value"] if kinds[site["type"]] else ()
+            k: site["value"]
+            if deterministic or (site["type"] == "sample" and k not in hidden)
+            else ()
             for k, site in trace.items()
-            if site["type"] in kinds and k not in observed
+            if site["type"] in ("sample", "deterministic") and k not in observed
         }
 
     def log_joint(self, point: Array, white: Array, data: Arguments) -> Array:
