@@ -431,7 +431,8 @@ def test_the_summary_says_what_was_done(of_counts, capsys):
         assert part in printed
     fields = of_counts.get_extra_fields()
     assert f"k-hat {fields['khat']:.2f}" in printed
-    assert 96 <= fields["evaluations"] < 512
+    # Most of the 512 points have interpolated factors.
+    assert 16 <= fields["evaluations"] < 96
     assert "exact posterior" in " ".join(repr(of_counts).split())
 
 
@@ -776,21 +777,44 @@ def test_factors_between_those_known_and_far_from_them():
     def factors(x):
         return np.stack([np.sin(x[:, 0]) * x[:, 1], np.exp(x[:, 0])], 1)
 
-    known.add(points, factors(points))
+    def bounds(x):
+        return np.cos(x[:, 0]) - x[:, 1]
+
+    known.add(points, factors(points), bounds(points))
     # Two nearly equal points would make the equations singular.
-    known.add(points[:1] + 1e-9, factors(points[:1]) + 1)
+    known.add(points[:1] + 1e-9, factors(points[:1]) + 1, np.full(1, 9.0))
     known.learn()
     inside, outside = 0.8 * rng.uniform(-1, 1, (40, 2)), np.array([[300.0, 0.0]])
-    found, doubts = known.at(inside)
+    found, doubts, bound = known.at(inside)
+    np.testing.assert_allclose(bound, bounds(inside), atol=0.15)
     np.testing.assert_allclose(found, factors(inside), atol=0.15)
     assert (found[:, 1] > 0).all()
-    there, doubt = known.at(points[:5])
+    there, doubt, _ = known.at(points[:5])
     np.testing.assert_allclose(there, factors(points[:5]), atol=1e-6)
     assert doubt.max() < 1e-6 < doubts.max()
-    found, doubts = known.at(outside)
+    found, doubts, bound = known.at(outside)
     nearest = np.square(points - outside).sum(1).argmin()
     np.testing.assert_array_equal(found, factors(points[nearest : nearest + 1]))
     assert np.isinf(doubts)
+    assert np.isnan(bound)
+
+
+def test_losses_of_searches_decide_where_factors_are_interpolated():
+    drawer = Drawer.__new__(Drawer)
+    doubts = np.geomspace(1e-6, 1e4, 31)
+
+    def most(losses):
+        drawer._doubts, drawer._losses = list(doubts), list(losses)
+        assert drawer._calibrated()
+        return drawer._most
+
+    # Losses that grow with the doubts are small up to there.
+    assert 1e-3 < most(0.01 * doubts / 1e-2) < 0.1
+    # Losses that do not are not those of the spline, unless they are large.
+    assert most(0.02 + 0 * doubts) >= doubts[-1]
+    assert most(0.5 + 0 * doubts) < 1e-3
+    drawer._doubts, drawer._losses = [np.inf] * 31, [0.0] * 31
+    assert not drawer._calibrated()
 
 
 def test_factors_of_normal_data_are_known_between_others():
@@ -804,7 +828,7 @@ def test_factors_of_normal_data_are_known_between_others():
         precision = np.stack([np.exp(-3 * x[:, 0]), np.exp(x[:, 1]), x[:, 0]], 1)
         return np.concatenate([precision * [1.5, -0.2, 1.0], precision], 1)
 
-    known.add(points, factors(points))
+    known.add(points, factors(points), np.zeros(60))
     known.learn()
     inside = 0.8 * rng.uniform(-1, 1, (40, 2))
     np.testing.assert_allclose(known.at(inside)[0], factors(inside), rtol=1e-7)

@@ -4,6 +4,8 @@ generators would take longer to compile than most of the programs."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from copy import copy
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,10 +22,15 @@ from numpyro_gpaug.model.arguments import Arguments
 
 # The quantile of the losses at points with known factors that is used as the loss at
 # other points, and the smallest number of such losses.
-SURE, LEAST = 0.8, 20
+SURE, LEAST = 0.8, 6
+# The number of first points, for each hyperparameter and one more, at which searches
+# make the first spline.
+EACH = 8
 # A weight that is so many nats below the best is zero. One that is so many nats above
 # it is a rounding error.
 FAR, ABSURD = 200.0, 1e4
+# The largest loss of searches, in nats, that is not attributed to the spline.
+LARGEST_LEAST = 0.05
 
 
 def generator(key: Array, stream: int) -> np.random.Generator:
@@ -59,7 +66,7 @@ class Points(NamedTuple):
     leading axis of points.
 
     :param z: whitened latents, (draws, size).
-    :param bound: the collapsed bound; NaN if the Gaussian was interpolated.
+    :param bound: the collapsed bound; interpolated where the Gaussian is.
     :param log_prior: log-density of the unconstrained hyperparameters.
     :param log_joint_over_q: log-ratio of the density of data, latents and
         hyperparameters to the density of the draw of the latents, (draws,).
@@ -90,18 +97,38 @@ class _Gaussians:
 
     :param known: factors found so far.
     :param points: points, (n, d).
-    :param most: the largest error of the spline that is accepted.
     :ivar rows: flat factors; searches start from them if they are not accurate enough.
     :ivar doubts: their error bounds.
     :ivar sure: whether they are accurate enough.
-    :ivar bound: the bound after a search, otherwise NaN.
+    :ivar bound: the bound; NaN before a search where they are not.
     """
 
-    def __init__(self, known: Known, points: np.ndarray, most: float) -> None:
-        self.known = known
-        self.rows, self.doubts = known.at(points)
-        self.sure = self.doubts <= most
+    def __init__(self, known: Known, points: np.ndarray) -> None:
+        self.known, self.points = known, points
+        self.rows = known.room(len(points))
+        self.doubts = np.full(len(points), np.inf)
+        self.sure = np.zeros(len(points), bool)
         self.bound = np.full(len(points), np.nan)
+
+    def interpolate(self, places: np.ndarray, most: float) -> np.ndarray:
+        """Interpolate the Gaussians at some of the points; return the indices of those
+        that are not accurate enough.
+
+        :param places: the indices of the points.
+        :param most: the largest error that is accepted.
+        """
+        here = self.known.at(self.points[places])
+        self.rows[places], self.doubts[places], between = here
+        sure = self.doubts[places] <= most
+        self.sure[places], self.bound[places] = sure, np.where(sure, between, np.nan)
+        return places[~sure]
+
+    def part(self, places: slice) -> _Gaussians:
+        """Return the Gaussians at some of the points, whose arrays are views."""
+        found = copy(self)
+        for name in ("points", "rows", "doubts", "sure", "bound"):
+            setattr(found, name, getattr(self, name)[places])
+        return found
 
 
 class Drawer:
@@ -139,7 +166,7 @@ class Drawer:
         # that these factors would have lost.
         self._doubts: list[float] = []
         self._losses: list[float] = []
-        self._most = -np.inf
+        self._most = 0.0
 
     def part(self, point: np.ndarray) -> None:
         """Find the groups that can be weighted separately; none if there are several
@@ -165,7 +192,7 @@ class Drawer:
 
     def found(self, point: np.ndarray) -> Evaluated:
         """Return the Gaussian at a point, (d,), at which it was found before."""
-        rows, _ = self.known.at(point[None])
+        rows, _, _ = self.known.at(point[None])
         return self.search(point, self.known.factors(rows))
 
     def search(self, point: np.ndarray, factors: Any) -> Evaluated:
@@ -191,9 +218,9 @@ class Drawer:
         # hyperparameters.
         self._shares = 0.5 * shares + 0.5 / len(modes)
         self.modes = []
-        for factors, _ in modes:
+        for factors, bound in modes:
             known = Known(self._none, self.programs.hyper.size)
-            known.add(point[None], factors)
+            known.add(point[None], factors, np.array([bound]))
             self.modes.append(known)
         self.known = self.modes[0]
         self.start, *self._others = (Start(factors, KNOWN) for factors, _ in modes)
@@ -227,7 +254,7 @@ class Drawer:
 
     def evaluate(self, point: np.ndarray) -> tuple[float, np.ndarray]:
         """Return the collapsed log-density and its gradient."""
-        rows, _ = self.known.at(point[None])
+        rows, _, _ = self.known.at(point[None])
         found = self._evaluated(self.known, point[None], rows, gradient=True)
         bound, log_prior, ascent = map(np.asarray, found[:3])
         value = float(bound[0]) + float(log_prior[0])
@@ -237,32 +264,48 @@ class Drawer:
         return value, ascent[0].astype(float)
 
     def first(self, points: np.ndarray, widths: np.ndarray) -> Points:
-        """Weigh draws at the first points, with searches for all Gaussians. One half of
-        them then calibrates the error of the spline through the other half.
+        """Weigh draws at the first points. Searches at some of them make a spline, and
+        searches at others calibrate its error.
 
         :param points: points, (n, d).
         :param widths: widths, (n, draws).
         """
-        half = len(points) // 2
-        parts = []
-        for places in (slice(half), slice(half, None)):
-            part = self.draw(points[places], widths[places], found=True, kept=False)
-            parts.append(part)
-            for known in self.modes:
-                known.learn()
-        self._calibrate()
-        return jax.tree.map(lambda *x: np.concatenate(x), *parts)
+        all_ = [_Gaussians(known, points) for known in self.modes]
+        for gaussian in all_:
+            here, each = 0, EACH * (1 + points.shape[1])
+            while here < len(points) and not (here and self._calibrated()):
+                more = np.arange(here, min(here + each, len(points)))
+                gaussian.interpolate(more, -np.inf)
+                self._find(gaussian, more)
+                gaussian.known.learn()
+                here, each = here + each, max(each // 2, LEAST)
+            rest = np.arange(here, len(points))
+            self._find(gaussian, gaussian.interpolate(rest, self._most))
 
-    def _calibrate(self) -> None:
-        """Return the largest accepted value of the power function. Losses grow as the
-        square of the error of the spline, which the power function bounds up to a
-        factor."""
+        def known(here: slice) -> list[_Gaussians]:
+            return [gaussian.part(here) for gaussian in all_]
+
+        return self._in_chunks(points, widths, known, kept=False)
+
+    def _calibrated(self) -> bool:
+        """Find the largest accepted value of the power function; return whether enough
+        losses are known. Losses grow as the square of the error of the spline, which
+        the power function bounds up to a factor. Where it is smallest, losses are those
+        of searches: their rounding, and precisions that are not positive."""
         doubts, losses = np.array(self._doubts), np.array(self._losses)
         seen = np.isfinite(doubts) & np.isfinite(losses) & (doubts > 0)
         if seen.sum() < LEAST:
-            return
-        factor = np.quantile(losses[seen] / doubts[seen], SURE)
-        self._most = ENOUGH / max(factor, 1e-300)
+            return False
+        order = np.argsort(doubts[seen])
+        doubts, losses = doubts[seen][order], losses[seen][order]
+        least = np.median(losses[: -(-len(losses) // 2)])
+        losses = np.maximum(losses - min(least, LARGEST_LEAST), 0)
+        factor = np.quantile(losses / doubts, SURE)
+        # The largest error up to which enough of the losses are small, in all windows.
+        small = np.convolve(losses <= ENOUGH, np.full(LEAST, 1 / LEAST), "valid")
+        known = doubts[LEAST - 1 :][np.logical_and.accumulate(small >= SURE)]
+        self._most = max(ENOUGH / max(factor, 1e-300), known.max(initial=0.0))
+        return True
 
     def draw(
         self, points: np.ndarray, widths: np.ndarray, *, found: bool, kept: bool = True
@@ -274,24 +317,47 @@ class Drawer:
         :param found: whether to search for the Gaussian at all of them.
         :param kept: whether to keep latents and values of sites, and not only weights.
         """
+
+        def fitted(here: slice) -> list[_Gaussians]:
+            gaussians = [_Gaussians(known, points[here]) for known in self.modes]
+            for gaussian in gaussians:
+                all_ = np.arange(len(gaussian.points))
+                most = -np.inf if found else self._most
+                self._find(gaussian, gaussian.interpolate(all_, most))
+                if not found and gaussian.known.grown:
+                    gaussian.known.learn()
+                    self._calibrated()
+            return gaussians
+
+        return self._in_chunks(points, widths, fitted, kept=kept)
+
+    def _in_chunks(
+        self,
+        points: np.ndarray,
+        widths: np.ndarray,
+        gaussians: Callable[[slice], list[_Gaussians]],
+        *,
+        kept: bool,
+    ) -> Points:
+        """Draw from the Gaussians of each mode at the points of each chunk; parameters
+        as for :meth:`draw`."""
         chunk, whole = self.programs.chunk, None
         for i in range(0, len(points), chunk):
-            part = self._chunk(points[i : i + chunk], widths[i : i + chunk], found)
+            here = slice(i, i + chunk)
+            part = self._chunk(points[here], widths[here], gaussians(here))
             if not kept:
                 part = part._replace(z=part.z[..., :0], sites={})
             if whole is None:
                 whole = jax.tree.map(partial(_empty, len(points)), part)
             for into, new in zip(*map(jax.tree.leaves, (whole, part)), strict=True):
-                into[i : i + chunk] = new
+                into[here] = new
         assert whole is not None
         return whole
 
-    def _chunk(self, points: np.ndarray, widths: np.ndarray, found: bool) -> Points:
+    def _chunk(
+        self, points: np.ndarray, widths: np.ndarray, gaussians: list[_Gaussians]
+    ) -> Points:
         programs, num = self.programs, len(points)
-        most = -np.inf if found else self._most
-        gaussians = [_Gaussians(known, points, most) for known in self.modes]
-        for gaussian in gaussians:
-            self._find(points, gaussian, np.flatnonzero(~gaussian.sure))
         size = programs.chunk, programs.num_draws // self.alike, self.latents
         noise = self._rng.standard_normal(size, programs.structure.dtype)
         apart: tuple[np.ndarray, ...] = ()
@@ -305,12 +371,11 @@ class Drawer:
         again = [np.flatnonzero(broken & gaussian.sure) for gaussian in gaussians]
         if any(len(places) for places in again):
             for gaussian, places in zip(gaussians, again, strict=True):
-                self._find(points, gaussian, places)
+                self._find(gaussian, places)
                 gaussian.sure[places] = False
             drawn = self._drawn(points, gaussians, noise, widths, apart)
         bounds = np.stack([gaussian.bound for gaussian in gaussians])
-        sure = np.stack([gaussian.sure for gaussian in gaussians])
-        failed = ~(sure | np.isfinite(bounds)).all(0)
+        failed = ~np.isfinite(bounds).all(0)
         total, lost, log_det, log_prior = (
             np.asarray(x, float)
             for x in (drawn.total, drawn.lost, drawn.log_det, drawn.log_prior)
@@ -362,16 +427,13 @@ class Drawer:
             drawn = programs.draw(points, each[0], *numbers, data)
         return jax.tree.map(lambda x: np.asarray(x)[:num], drawn)
 
-    def _find(
-        self, points: np.ndarray, gaussians: _Gaussians, places: np.ndarray
-    ) -> None:
+    def _find(self, gaussians: _Gaussians, places: np.ndarray) -> None:
         """Find the Gaussian at some of the points.
 
-        :param points: points, (n, d).
-        :param gaussians: the Gaussians there, which are updated in place.
+        :param gaussians: the Gaussians, which are updated in place.
         :param places: the indices of these points.
         """
-        batch, known = self.programs.batch, gaussians.known
+        batch, known, points = self.programs.batch, gaussians.known, gaussians.points
         doubts, rows = gaussians.doubts, gaussians.rows
         for i in range(0, len(places), batch):
             here = places[i : i + batch]
@@ -414,7 +476,7 @@ class Drawer:
             good = self._good(found)
         if good.any():
             kept = jax.tree.map(lambda x: np.asarray(x)[good], found.factors)
-            known.add(points[good], kept)
+            known.add(points[good], kept, np.asarray(found.bound, float)[good])
         return found
 
     def _good(self, found: Evaluated) -> np.ndarray:

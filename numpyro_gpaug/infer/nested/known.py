@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gaussian factors at known hyperparameters, with a spline to interpolate between them.
-Far from all of them, a search starts from the factors of the nearest."""
+"""Gaussian factors at known hyperparameters, and the collapsed bound there, with a
+spline to interpolate between them. Far from all of them, a search starts from the
+factors of the nearest."""
 
 from __future__ import annotations
 
@@ -21,6 +22,9 @@ CLOSE = 0.05
 # points outside of the known ones.
 WITHIN = 20.0
 KNOWN = np.ones(1, bool)
+# The spline is fitted again when this many times as many points are known, up to a
+# number of points whose equations take as long as a few searches.
+MORE, MOST_POINTS = 1.25, 400
 
 
 class Known:
@@ -41,21 +45,35 @@ class Known:
         self._room = max(REMEMBERED // max(int(self._ends[-1]), 1), 1)
         self._points = np.zeros((0, dimension))
         self._rows: list[np.ndarray] = []
+        self._bounds = np.zeros(0)
+        self._learnt = 0
         self.component: StudentT | None = None
         self._spline: Spline | None = None
 
-    def add(self, points: np.ndarray, factors: Any) -> None:
+    def add(self, points: np.ndarray, factors: Any, bounds: np.ndarray) -> None:
         """Add factors that were found, as far as there is room.
 
         :param points: points, (n, d).
         :param factors: factors with a leading axis of points.
+        :param bounds: the collapsed bound at each point, (n,).
         """
         room = max(self._room - len(self._rows), 0)
         self._rows += list(self.flat(factors)[:room])
         self._points = np.concatenate([self._points, points[:room]])
+        self._bounds = np.concatenate([self._bounds, bounds[:room]])
+
+    def room(self, num: int) -> np.ndarray:
+        """Return an array for the flat factors at so many points."""
+        return np.zeros((num, int(self._ends[-1])), self._dtype)
+
+    @property
+    def grown(self) -> bool:
+        """Whether so many points were added that the spline should be fitted again."""
+        return MORE * self._learnt <= len(self._rows) <= MOST_POINTS
 
     def learn(self) -> None:
         """Fit the spline to all known factors."""
+        self._learnt = len(self._rows)
         white = self._white(self._points)
         kept: list[int] = []
         for i, point in enumerate(white):
@@ -69,26 +87,31 @@ class Known:
             least = np.sqrt(np.finfo(self._dtype).tiny)
             self._positive = (precisions > least).all(0)
             self._between = self._observed(rows)
+            self._between_bounds = self._bounds[kept]
             self._least, self._most = self._between.min(0), self._between.max(0)
 
-    def at(self, points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return factors at points (n, d), flat, and an error bound for each, which is
-        infinite if they are the factors of the nearest known point."""
+    def at(self, points: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return factors at points (n, d), flat; an error bound for each, which is
+        infinite if they are the factors of the nearest known point; and the collapsed
+        bound, NaN for these."""
+        doubts, bounds = np.full(len(points), np.inf), np.full(len(points), np.nan)
         if not self._rows:
-            empty = np.zeros((len(points), int(self._ends[-1])), self._dtype)
-            return empty, np.full(len(points), np.inf)
+            return self.room(len(points)), doubts, bounds
         white, known = self._white(points), self._white(self._points)
         apart = np.square(white[:, None] - known).sum(-1)
-        rows = np.stack([self._rows[i] for i in apart.argmin(1)])
-        doubts = np.full(len(points), np.inf)
+        rows = self.room(len(points))
+        for row, nearest in zip(rows, apart.argmin(1), strict=True):
+            row[:] = self._rows[nearest]
         if self._spline is not None:
             weights, doubt = self._spline(white)
             inside = np.abs(weights).sum(1) < WITHIN
+            weights, doubts[inside] = weights[inside], doubt[inside]
             # Precisions that are positive at all known points remain positive.
-            chosen = weights[inside].astype(self._dtype)
+            chosen = weights.astype(self._dtype)
             found = np.clip(chosen @ self._between, self._least, self._most)
-            rows[inside], doubts[inside] = self._factors_of(found), doubt[inside]
-        return rows, doubts
+            rows[inside] = self._factors_of(found)
+            bounds[inside] = weights @ self._between_bounds
+        return rows, doubts, bounds
 
     def _observed(self, rows: np.ndarray) -> np.ndarray:
         """Return factors as observations of their predictors and logarithms of their

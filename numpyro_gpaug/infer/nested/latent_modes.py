@@ -138,10 +138,14 @@ def _along_lines(
     own[np.arange(len(chosen)), chosen] = 1
     mixed = rng.normal(size=(number // 4 if size > 1 else 0, size))
     mixed /= np.linalg.norm(mixed, axis=1, keepdims=True)
+    directions = np.concatenate([own, mixed])
+    noise = (directions[:, None] * steps[:, None]).astype(dtype)
+    along = programs.terms(point, factors, noise.reshape(-1, size), data)
     concave, found = True, []
-    for direction in np.concatenate([own, mixed]):
-        noise = (steps[:, None] * direction).astype(dtype)
-        z, terms, squares = programs.terms(point, factors, noise, data)
+    for z, terms, squares in zip(
+        *(x.reshape(len(directions), len(steps), *x.shape[1:]) for x in along),
+        strict=True,
+    ):
         concave &= _is_concave(terms, steps)
         total = terms.sum(1) - 0.5 * squares
         total = np.where(np.isfinite(total), total, -np.inf)
