@@ -27,19 +27,22 @@ if version("jaxlib") == "0.10.2":
 # Options that compile faster. Loops are not optimised further; the graph is still
 # optimised, and libraries do the linear algebra. The program stays in one piece: each
 # of the 32 parts that are otherwise compiled in parallel would take a millisecond more
-# than its code. Two passes over loops are left out: they run again after every other
-# simplification, which is a fifth of the time to compile a fit, and improve nothing in
-# these loops.
+# than its code. A pass over loops is left out: it runs again after every other
+# simplification, and improves nothing in these loops. The simplification of loops
+# stays, because without it a step of a chain of hundreds takes four times as long.
 _QUICK: dict[str, Any] = {
     **_OPTIONS,
     "xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1,
-    "xla_disable_hlo_passes": "while-loop-invariant-code-motion,simplify-while-loops",
+    "xla_disable_hlo_passes": "while-loop-invariant-code-motion",
 }  # fmt: skip
 # A program whose arguments have fewer numbers than this is compiled with these options:
 # the first limit is for programs that run some thousand times; the second for searches,
 # whose twenty to hundred evaluations must save less time than their compilation takes;
-# and the third for programs that run a few times, such as predictions.
-SMALL, SMALL_OF_SEARCHES, SMALL_OF_FEW = 8_000, 50_000, 100_000
+# the third for programs that run a few times, such as predictions; and the last for the
+# start of a run.
+SMALL, SMALL_OF_SEARCHES, SMALL_OF_FEW, SMALL_OF_STARTS = (
+    8_000, 50_000, 100_000, 1_000_000
+)  # fmt: skip
 
 
 def compiler_options(*, quick: bool) -> dict[str, Any]:

@@ -52,7 +52,13 @@ from numpyro_gpaug.infer.vi.start import (
 )
 from numpyro_gpaug.infer.vi.state import ConjugateState, check_state
 from numpyro_gpaug.math.arrays import in_blocks
-from numpyro_gpaug.math.compiling import SMALL, SMALL_OF_SEARCHES, few, jit
+from numpyro_gpaug.math.compiling import (
+    SMALL,
+    SMALL_OF_SEARCHES,
+    SMALL_OF_STARTS,
+    few,
+    jit,
+)
 from numpyro_gpaug.math.sharding import ROWS, on_mesh
 from numpyro_gpaug.math.threads import threads_for
 from numpyro_gpaug.model.arguments import Arguments, Model, Values
@@ -89,9 +95,10 @@ class Programs:
         self._generation = guide.generation
         self.plans: dict[Any, Plan] = {}
         self._paces: dict[tuple[Plan, int], Pace] = {}
-        self.begin = few(
-            partial(initial_state, settings, model, guide), static_argnames="batch"
-        )
+        self.begin = jit(
+            partial(initial_state, settings, model, guide), small=SMALL_OF_STARTS,
+            static_argnames="batch",
+        )  # fmt: skip
         # Each is a function of its own, because all programs of one function share a
         # cache. The state is donated, because with many latents a second copy would not
         # fit into memory. Callers never pass in a state that a user holds.

@@ -89,7 +89,7 @@ class ConjugateResult(Displayed, SVIRunResult):
         search, unknown = _search(self.state), 0.0
         if search is not None and uncertainty(search) > NOISY:
             unknown = uncertainty(search)
-        if isinstance(self.state, ConjugateState) and self.state.lost > LOST:
+        if isinstance(self.state, ConjugateState) and float(self.state.lost) > LOST:
             unknown = max(unknown, float(self.state.lost))
         if unknown:
             return (
