@@ -31,6 +31,7 @@ from jax.flatten_util import ravel_pytree
 from numpyro_gpaug.infer.vi.latent_gaussian import Natural
 from numpyro_gpaug.infer.vi.means import Means, resolved, unsettled
 from numpyro_gpaug.infer.vi.sweeps import (
+    FINER,
     MAX_HALVINGS,
     backtracked_sweep,
     mix,
@@ -42,10 +43,6 @@ from numpyro_gpaug.model.arguments import Values
 # The largest number of updates of the blocks, and the increase in nats that ends those
 # of a fit.
 MAX_MOVES, SETTLED = 50, 1e-4
-# Slopes resolve an increase this much better than bounds do. Mixing ends with many
-# updates that each gain or lose little. In float32, bounds do not resolve these, and
-# updates ended after a small decrease, nats below the optimum.
-FINER = 1 / 256
 # The number of targets that are mixed, and the part of the residuals' norm that may be
 # rounding.
 MEMORY, RIDGE = 6, 1e-5
@@ -266,7 +263,9 @@ def _seen(problem: Any, before: Any, after: Any, names: Iterable[str]) -> Array:
 
 def _least_seen(rounding: Array, tolerance: float) -> Array:
     """Return the rise that ends the updates, and the decrease that rejects an Anderson
-    step.
+    step. Mixing ends with many updates that each gain or lose little. In float32,
+    bounds do not resolve these, and updates ended after a small decrease, nats below
+    the optimum.
 
     :param rounding: the rounding error of bounds.
     :param tolerance: the tolerance in nats.

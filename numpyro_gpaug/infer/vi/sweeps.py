@@ -24,6 +24,8 @@ from numpyro_gpaug.model.arguments import Values
 from numpyro_gpaug.model.latents import Structure
 
 MAX_HALVINGS = 12
+# Slopes resolve an increase this much better than bounds do.
+FINER = 1 / 256
 # A parabola is as high at the end of a step as at its start if it falls there as
 # steeply as it rose here. A whole step is kept if it falls by at most this part.
 FALLING = 0.8
@@ -199,7 +201,12 @@ def starts_augmented(structure: Structure) -> bool:
 
 @few
 def next_step(
-    step: Array, tries: Array, largest_step: float, before: Array, after: Array
+    step: Array,
+    tries: Array,
+    largest_step: float,
+    before: Array,
+    after: Array,
+    rounding: Array,
 ) -> Array:
     """Return the step size to try next. If the step was shortened, it is the size
     taken. Otherwise it is the size at which the derivative along the step would have
@@ -212,7 +219,10 @@ def next_step(
     :param largest_step: upper limit of the size.
     :param before: derivative of the bound along the step, at its start.
     :param after: the derivative at its end.
+    :param rounding: the rounding error of bounds. Derivatives within that of slopes do
+        not shorten the next step.
     """
+    after = after + FINER * rounding
     halvings = jnp.where(tries == 1, 0, tries)
     falls = (before > 0) & (after < before)
     best = before / jnp.where(falls, before - after, 1)
@@ -299,7 +309,8 @@ def backtracked_update(
     )
     found = problem.loops.while_loop(refused, attempt, start)
     moved = scatter(natural[name], index, found.natural)
-    size = next_step(step, found.tries, largest_step, *found.slopes)
+    rounding = found.evaluation.rounding
+    size = next_step(step, found.tries, largest_step, *found.slopes, rounding)
     rise = found.evaluation.bound - found.floor - found.evaluation.slack
     return {**natural, name: moved}, found.evaluation._replace(rise=rise), size
 
