@@ -20,7 +20,9 @@ from numpyro_gpaug.infer.nested.apart import (
     group_of_terms,
 )
 from numpyro_gpaug.infer.nested.refining import corner_mean
+from numpyro_gpaug.infer.nested.setup import CollapsedBounds
 from numpyro_gpaug.model import costs
+from numpyro_gpaug.model.arguments import Arguments
 from tests.conftest import slow
 
 KEY = jax.random.key(0)
@@ -206,3 +208,28 @@ def test_corners_move_only_where_their_mean_is_sure():
     found = corner_mean(corner, log_weights)
     np.testing.assert_allclose(found, [1, 0], atol=0.25)
     assert found[1] == 0
+
+
+def test_the_model_is_read_again_if_further_data_cross_groups() -> None:
+    """Groups of the first data stayed groups for data of the same shapes in which each
+    observation depends on two of them."""
+
+    def two_of_each(one, other, y=None):
+        tau = numpyro.sample("tau", dist.HalfNormal(2.0))
+        with numpyro.plate("groups", G):
+            u = numpyro.sample("u", dist.Normal(0, tau))
+        with numpyro.plate("data", len(one)):
+            numpyro.sample("y", dist.Bernoulli(logits=u[one] - u[other] / 2), obs=y)
+
+    bounds, code = CollapsedBounds(two_of_each, projected=True), np.repeat(range(G), 2)
+
+    def at(*args):
+        return bounds.at(Arguments.split(args, {}), args, {})
+
+    first = at(code, code, LABELS)
+    assert at(code, code, 1 - LABELS) is first
+    crossed = at(code, code[::-1].copy(), LABELS).structure.form
+    assert first.structure.form.independent.groups == G
+    assert crossed.independent.groups == 0
+    with pytest.raises(ValueError, match="outside the support"):
+        at(code, code, 2 * LABELS)

@@ -554,7 +554,7 @@ class NestedVI(Displayed):
     def _programs_at(self, bound: CollapsedBound, arguments: Arguments) -> Programs:
         return remembered(
             self._programs,
-            arguments.shapes,
+            (bound, arguments.shapes),
             lambda: Programs(bound, arguments, self._draws_at(bound)),
         )
 

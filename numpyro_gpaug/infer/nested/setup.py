@@ -60,8 +60,8 @@ class CollapsedBounds:
         self, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> CollapsedBound:
         """Return the bound for arguments of these shapes. The model is read for them,
-        and again for other data, which also checks the data; traced data are not
-        checked.
+        and again only if other data do not have the structure that was found; traced
+        data are not checked.
 
         :param arguments: the model's arguments.
         :param args: the positional arguments as passed by the user.
@@ -95,8 +95,23 @@ class CollapsedBounds:
         if is_traced(arguments):
             return remembered(self._known, arguments.shapes, made)
         data = arguments.shapes, int(arguments.data)
-        if data == self._seen and arguments.shapes in self._known:
-            return self._known[arguments.shapes]
-        fresh = made()
+        known = self._known.get(arguments.shapes)
+        if known is not None and data == self._seen:
+            return known
+        if known is None or not self._fits(known, arguments, args, kwargs):
+            self._known.pop(arguments.shapes, None)
+            known = remembered(self._known, arguments.shapes, made)
         self._seen = data
-        return remembered(self._known, arguments.shapes, lambda: fresh)
+        return known
+
+    def _fits(
+        self, known: CollapsedBound, arguments: Arguments, args: Any, kwargs: Any
+    ) -> bool:
+        """Whether valid data have the structure of a bound. If not, reading the model
+        finds another one, or says what is wrong."""
+        try:
+            check_fit(self.model, known.guide, "exact", args, kwargs)
+        except (NotConjugateError, ValueError):
+            return False
+        check_observations(self.model, known.structure, arguments, self._checks)
+        return known.guide.structure is known.structure
