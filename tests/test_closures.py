@@ -21,7 +21,7 @@ from scipy import sparse, stats
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.errors import ModelChangedError
-from numpyro_gpaug.model.closures import count_run, watched
+from numpyro_gpaug.model.closures import _facts, count_run, watched
 from tests.conftest import enable_x64
 
 KEY = jax.random.key(0)
@@ -330,3 +330,13 @@ def test_what_a_model_changes_itself_makes_it_no_other():
     assert watch.version() == before
     calls.clear()
     assert watch.version() == before
+
+
+def test_constants_may_be_slices() -> None:
+    """As Python 3.14 compiles ``x[:, 0]``."""
+    code = (lambda x: x).__code__
+    one, same, other = (
+        _facts.__wrapped__(code.replace(co_consts=((slice(None, n), 0),))).code
+        for n in (1, 1, 2)
+    )
+    assert one == same != other

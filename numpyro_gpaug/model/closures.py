@@ -417,12 +417,20 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 def _placeless(code: CodeType) -> CodeType:
     """Return code without its location: a notebook cell that is run again is the
     same."""
-    constants = tuple(
-        _placeless(x) if isinstance(x, CodeType) else x for x in code.co_consts
-    )
+    constants = _written(code.co_consts)
     return code.replace(
         co_filename="", co_firstlineno=1, co_linetable=b"", co_consts=constants
     )
+
+
+def _written(constant: Any) -> Any:
+    """Return a constant as the older format can write it, which knows no slices. Python
+    3.14 has constants that are slices, alone and in tuples."""
+    if isinstance(constant, CodeType):
+        return _placeless(constant)
+    if isinstance(constant, slice):
+        return "slice", constant.start, constant.stop, constant.step
+    return tuple(map(_written, constant)) if type(constant) is tuple else constant
 
 
 def _read_by(fn: FunctionType, ignored: set[str]) -> dict[str, Any]:
