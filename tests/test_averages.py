@@ -11,7 +11,7 @@ import numpyro.distributions as dist
 import pytest
 
 import numpyro_gpaug as gpaug
-from numpyro_gpaug.predict.averaging import over_rows
+from numpyro_gpaug.predict.averages import over_rows
 from tests.conftest import slow
 
 KEY = jax.random.key(0)

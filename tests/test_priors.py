@@ -12,7 +12,7 @@ from scipy import integrate, stats
 import numpyro_gpaug as gpaug
 from numpyro_gpaug import diagnostics
 from numpyro_gpaug.diagnostics._arviz import tree_of
-from numpyro_gpaug.diagnostics._prior import log_priors, top_level
+from numpyro_gpaug.diagnostics._run import log_priors, top_level
 from numpyro_gpaug.model.arguments import Arguments
 
 

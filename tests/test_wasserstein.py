@@ -14,7 +14,7 @@ import pytest
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.guides.function_posterior import GaussianMeasure
-from numpyro_gpaug.infer.vi.wasserstein import spectral_distance, symmetric_distance
+from numpyro_gpaug.infer.vi.elbo import spectral_distance, symmetric_distance
 from tests.conftest import assert_close
 from tests.function_space import (
     LENGTHSCALES,

@@ -9,7 +9,6 @@ Only ``arviz_base`` and ``arviz_stats`` are used, which have the same names on P
 from numpyro_gpaug.diagnostics._importance import Psis, psis_estimates, psis_khat
 from numpyro_gpaug.diagnostics._loo import compare, loo
 from numpyro_gpaug.diagnostics._mcmc import vi_against_mcmc
-from numpyro_gpaug.diagnostics._nested import compare_evidence
 from numpyro_gpaug.diagnostics._pit import pit
 from numpyro_gpaug.diagnostics._sbc import Calibration, sbc
 from numpyro_gpaug.diagnostics._scores import (
@@ -19,7 +18,7 @@ from numpyro_gpaug.diagnostics._scores import (
     reliability_curve,
 )
 from numpyro_gpaug.diagnostics._sensitivity import sensitivity
-from numpyro_gpaug.diagnostics._tree import to_datatree
+from numpyro_gpaug.diagnostics._tree import compare_evidence, to_datatree
 from numpyro_gpaug.math.convergence import Convergence, convergence
 
 __all__ = [

@@ -16,13 +16,15 @@ from jax import Array, random
 from numpyro import handlers
 
 from numpyro_gpaug._numpyro import whole_plates
-from numpyro_gpaug.diagnostics._prior import log_priors, prior_sampler, top_level
 from numpyro_gpaug.diagnostics._run import (
+    log_priors,
     masked_as_nan,
     observations,
+    prior_sampler,
     replicate,
     run,
     scaled,
+    top_level,
 )
 from numpyro_gpaug.gaussians.base import selected as _selected
 from numpyro_gpaug.gp.conditional import Conditional

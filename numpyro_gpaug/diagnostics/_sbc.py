@@ -19,8 +19,7 @@ from tqdm.auto import tqdm
 from numpyro_gpaug._display import Displayed, Rows, entries, name_of
 from numpyro_gpaug._numpyro import residual_policy
 from numpyro_gpaug.diagnostics._arviz import tree_of
-from numpyro_gpaug.diagnostics._prior import one_draw
-from numpyro_gpaug.diagnostics._run import run, scaled
+from numpyro_gpaug.diagnostics._run import one_draw, run, scaled
 from numpyro_gpaug.errors import CholeskyError
 from numpyro_gpaug.infer import ConjugateSVI, NestedVI
 from numpyro_gpaug.likelihoods.expectations import base_distribution

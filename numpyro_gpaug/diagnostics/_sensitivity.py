@@ -11,7 +11,7 @@ from jax import random
 
 from numpyro_gpaug.diagnostics._arviz import part_of_arviz
 from numpyro_gpaug.diagnostics._importance import check_tree
-from numpyro_gpaug.diagnostics._nested import tree_of_nested
+from numpyro_gpaug.diagnostics._tree import tree_of_nested
 from numpyro_gpaug.infer import NestedVI
 
 if TYPE_CHECKING:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fitted posteriors: predictions at new inputs, and files."""
 
-from numpyro_gpaug.predict.averages import Averages
-from numpyro_gpaug.predict.averaging import average
+from numpyro_gpaug.predict.averages import Averages, average
 from numpyro_gpaug.predict.many import Posteriors
 from numpyro_gpaug.predict.mixture import FunctionValues
 from numpyro_gpaug.predict.posterior import Posterior

@@ -37,7 +37,7 @@ from numpyro_gpaug.model.structure import Observed, Trace, run_model
 from numpyro_gpaug.model.view import ModelView
 from numpyro_gpaug.model.whitened import whitened
 from numpyro_gpaug.predict.added_rows import joint_draws
-from numpyro_gpaug.predict.averaging import Of, in_chunks, over_rows, pairs
+from numpyro_gpaug.predict.averages import Of, in_chunks, over_rows, pairs
 from numpyro_gpaug.predict.mixture import FunctionValues, WithoutData
 
 Drawn = tuple[Array, Array]

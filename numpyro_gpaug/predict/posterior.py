@@ -34,14 +34,13 @@ from numpyro_gpaug.model.latents import Structure
 from numpyro_gpaug.model.left_out import LeftOut
 from numpyro_gpaug.model.observations import check_observations
 from numpyro_gpaug.model.structure import remembered
+from numpyro_gpaug.predict.archive import SavedFit, read_fit, write_fit
 from numpyro_gpaug.predict.arguments import FitArguments
-from numpyro_gpaug.predict.averages import Averages, Contrast, Question
-from numpyro_gpaug.predict.averaging import Of
+from numpyro_gpaug.predict.averages import Averages, Contrast, Of, Question
 from numpyro_gpaug.predict.calls import Calls
 from numpyro_gpaug.predict.columns import taking_columns
 from numpyro_gpaug.predict.mixture import Fitted, FunctionValues, WithoutData
 from numpyro_gpaug.predict.predictor import Predictor, predictor_for
-from numpyro_gpaug.predict.saved import SavedFit, read_fit, write_fit
 from numpyro_gpaug.predict.summary import SiteMoments, printed, table
 
 if TYPE_CHECKING:

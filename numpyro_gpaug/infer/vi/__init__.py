@@ -3,16 +3,16 @@
 
 from numpyro_gpaug.infer.vi.batches import Batches, Blocks
 from numpyro_gpaug.infer.vi.conjugate import ConjugateSVI
-from numpyro_gpaug.infer.vi.elbo import TraceAnalytic_ELBO
+from numpyro_gpaug.infer.vi.elbo import (
+    TraceAnalytic_ELBO,
+    TraceWasserstein_ELBO,
+    squared_wasserstein,
+)
 from numpyro_gpaug.infer.vi.result import ConjugateResult
 from numpyro_gpaug.infer.vi.row_blocks import ArrowRows
 from numpyro_gpaug.infer.vi.schedules import Adaptive, Constant, RobbinsMonro
 from numpyro_gpaug.infer.vi.state import ConjugateState, load_state, save_state
 from numpyro_gpaug.infer.vi.streams import Stream
-from numpyro_gpaug.infer.vi.wasserstein import (
-    TraceWasserstein_ELBO,
-    squared_wasserstein,
-)
 from numpyro_gpaug.math.processes import all_or_none
 
 __all__ = [
