@@ -13,7 +13,7 @@ import pytest
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.model.affine import BySites
 from numpyro_gpaug.model.arguments import Arguments
-from numpyro_gpaug.model.signatures import signature_of
+from numpyro_gpaug.model.columns import signature_of
 from tests import conftest
 
 GROUP = np.repeat(np.arange(4), 4)

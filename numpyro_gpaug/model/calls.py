@@ -10,8 +10,8 @@ import jax
 import numpy as np
 
 from numpyro_gpaug.model.arguments import is_array
+from numpyro_gpaug.model.columns import argument_names
 from numpyro_gpaug.model.latents import JOINT, Structure
-from numpyro_gpaug.model.signatures import argument_names
 from numpyro_gpaug.model.sources import sources
 
 

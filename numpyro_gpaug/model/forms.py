@@ -24,8 +24,7 @@ from numpyro_gpaug.model.costs import MAX_DENSE, Purpose
 from numpyro_gpaug.model.gaussians import Field
 from numpyro_gpaug.model.joint import JointView
 from numpyro_gpaug.model.latents import GaussianSite, Grouping, Structure, coded
-from numpyro_gpaug.model.links import Declared
-from numpyro_gpaug.model.loops import WIDEST, Loop
+from numpyro_gpaug.model.links import WIDEST, Declared, Loop
 
 # The smallest number of members of a grouping, and the largest number of latents of
 # each member.

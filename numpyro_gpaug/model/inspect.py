@@ -33,7 +33,6 @@ from numpyro_gpaug.likelihoods.expectations import (
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.correlated_data import correlated_axes
 from numpyro_gpaug.model.costs import FEWEST_NODES, FIT, Purpose
-from numpyro_gpaug.model.domains import LINK, find_missing_link, missing_link
 from numpyro_gpaug.model.exponentials import has_form
 from numpyro_gpaug.model.forms import Asked, find_form, find_sparse, refuse_large
 from numpyro_gpaug.model.frontier import frontier, separation, single_inputs
@@ -45,7 +44,7 @@ from numpyro_gpaug.model.jaxpr import (
 )
 from numpyro_gpaug.model.joint import JointView
 from numpyro_gpaug.model.latents import GaussianSite, Grouping, Structure
-from numpyro_gpaug.model.loops import refuse_reversed
+from numpyro_gpaug.model.links import refuse_reversed
 from numpyro_gpaug.model.observations import check_constants
 from numpyro_gpaug.model.program import Program, check_indices, program_of_others
 from numpyro_gpaug.model.structure import (
@@ -58,8 +57,11 @@ from numpyro_gpaug.model.structure import (
 )
 from numpyro_gpaug.model.survey import Survey
 from numpyro_gpaug.model.whitened import (
+    LINK,
     Parts,
     elementwise_expectation,
+    find_missing_link,
+    missing_link,
     parts_of,
     registered_latents,
     whitened,

@@ -34,8 +34,7 @@ from numpyro_gpaug.model.expectation import (
 from numpyro_gpaug.model.frontier import Frontier, frontier, index_of
 from numpyro_gpaug.model.gaussians import Field, field
 from numpyro_gpaug.model.latents import JOINT, Grouping
-from numpyro_gpaug.model.links import Chained, Declared
-from numpyro_gpaug.model.loops import Loop, loops
+from numpyro_gpaug.model.links import Chained, Declared, Loop, loops
 from numpyro_gpaug.model.program import Gather, Program, program_of_others
 from numpyro_gpaug.model.structure import Observed, Trace, run_model
 from numpyro_gpaug.model.view import View

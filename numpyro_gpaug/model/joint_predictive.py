@@ -52,14 +52,16 @@ from numpyro_gpaug.model.frontier import (
 )
 from numpyro_gpaug.model.jaxpr import dependence_on_arrays
 from numpyro_gpaug.model.joint import REGISTERED, JointView
-from numpyro_gpaug.model.known_rows import conditioned, local_names, refuse_others
 from numpyro_gpaug.model.latents import JOINT
 from numpyro_gpaug.model.left_out import (
     LeftOut,
     Removed,
+    conditioned,
+    local_names,
     log_density,
     log_density_of_groups,
     of_each_datum,
+    refuse_others,
     without_factors,
     without_groups,
 )

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from numpyro_gpaug.model.arguments import Arguments, is_array
-from numpyro_gpaug.model.signatures import argument_names
+from numpyro_gpaug.model.columns import argument_names
 
 
 class Responses(NamedTuple):

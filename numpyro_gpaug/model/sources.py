@@ -14,6 +14,7 @@ from numpyro_gpaug.gp.conditional import Conditional
 from numpyro_gpaug.likelihoods.expectations import base_distribution
 from numpyro_gpaug.math.equations import walked
 from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.columns import argument_names
 from numpyro_gpaug.model.jaxpr import (
     ALONG,
     Dependence,
@@ -24,7 +25,6 @@ from numpyro_gpaug.model.jaxpr import (
     jaxpr_and_tree,
 )
 from numpyro_gpaug.model.latents import Structure
-from numpyro_gpaug.model.signatures import argument_names
 from numpyro_gpaug.model.structure import flat_functions, run_model
 
 # Operations that reduce many numbers to one or sort them.

@@ -22,9 +22,8 @@ from numpyro_gpaug.likelihoods.expectations import base_distribution
 from numpyro_gpaug.math.sharding import total
 from numpyro_gpaug.math.sparse_terms import indefinite_node
 from numpyro_gpaug.model.arguments import Arguments, is_array
-from numpyro_gpaug.model.columns import check_dates, is_column
+from numpyro_gpaug.model.columns import check_dates, is_column, signature_of
 from numpyro_gpaug.model.latents import Structure
-from numpyro_gpaug.model.signatures import signature_of
 from numpyro_gpaug.model.sources import Sources, sources
 from numpyro_gpaug.model.structure import Trace, flat_functions, run_model
 

@@ -14,9 +14,8 @@ from jax import Array
 
 from numpyro_gpaug.math.fingerprints import fingerprint
 from numpyro_gpaug.model.arguments import Arguments, Model, Values, is_array
-from numpyro_gpaug.model.columns import Columns, Labels
+from numpyro_gpaug.model.columns import Columns, Labels, argument_names, signature_of
 from numpyro_gpaug.model.latents import Structure
-from numpyro_gpaug.model.signatures import argument_names, signature_of
 from numpyro_gpaug.model.sources import Sources
 from numpyro_gpaug.model.validation import check_arguments
 

@@ -22,8 +22,7 @@ from numpyro_gpaug._numpyro import one_thread, residual_policy
 from numpyro_gpaug.likelihoods.expectations import base_distribution
 from numpyro_gpaug.math.importance import weighted_quantiles
 from numpyro_gpaug.model.arguments import Arguments, Model, Values, is_array
-from numpyro_gpaug.model.columns import Columns, Labels, coded
-from numpyro_gpaug.model.signatures import argument_names
+from numpyro_gpaug.model.columns import Columns, Labels, argument_names, coded
 from numpyro_gpaug.model.structure import run_model
 
 if TYPE_CHECKING:

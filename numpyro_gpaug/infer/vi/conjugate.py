@@ -46,9 +46,8 @@ from numpyro_gpaug.math.threads import threads_for
 from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.calls import check_key
 from numpyro_gpaug.model.closures import Version, watched
-from numpyro_gpaug.model.columns import Columns
+from numpyro_gpaug.model.columns import Columns, signature_of
 from numpyro_gpaug.model.responses import Responses
-from numpyro_gpaug.model.signatures import signature_of
 from numpyro_gpaug.model.validation import explain_failure
 from numpyro_gpaug.predict.many import Posteriors
 from numpyro_gpaug.predict.posterior import Posterior

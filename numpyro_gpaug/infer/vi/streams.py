@@ -15,7 +15,7 @@ from numpyro_gpaug.guides.continued import ContinuedGP, TrackedGP
 from numpyro_gpaug.infer.vi.conjugate import ConjugateSVI
 from numpyro_gpaug.infer.vi.plan import is_optax
 from numpyro_gpaug.model.arguments import Arguments
-from numpyro_gpaug.model.signatures import argument_names
+from numpyro_gpaug.model.columns import argument_names
 from numpyro_gpaug.model.structure import Block, flat_functions, run_model
 from numpyro_gpaug.model.view import prior_of
 from numpyro_gpaug.predict.mixture import Fitted
