@@ -18,7 +18,7 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 import numpyro_gpaug as gpaug
-from numpyro_gpaug.likelihoods import augmentation, expectations, maximisers
+from numpyro_gpaug.likelihoods import contract, expectations
 
 # How each is written in a model: evaluated, and held against the registries.
 WRITTEN = (
@@ -76,7 +76,7 @@ def likelihoods() -> list[tuple[str, ...]]:
     names = _names()
     made = {text: eval(text, names) for text in WRITTEN}
     known = {type(d) for d in made.values()}
-    registered = {*expectations._REGISTRY, *augmentation._REGISTRY}
+    registered = {*expectations._REGISTRY, *contract._AUGMENTATIONS}
     if registered != known:
         names = sorted(c.__name__ for c in registered ^ known)
         raise ValueError(f"{names}: write them in WRITTEN of docs/reference.py")
@@ -92,13 +92,13 @@ def _row(text: str, d: Any) -> tuple[str, ...]:
         predicted = "yes" if predicted.startswith("_") else f"`{predicted}`"
     except NotImplementedError:
         predicted = "no"
-    steps = [name for cls, name in maximisers._REGISTRY if cls is type(d)]
+    steps = [name for cls, name in contract._M_STEPS if cls is type(d)]
     module, name = text.partition("(")[0].split(".")
     return (
         f"{{py:obj}}`{text} <{MODULES[module]}.{name}>`",
         ", ".join(f"`{name}`" for name in entry.latents),
         "yes, log-concave" if entry.log_concave else "yes",
-        "yes" if type(d) in augmentation._REGISTRY else "no",
+        "yes" if type(d) in contract._AUGMENTATIONS else "no",
         predicted,
         ", ".join(f"`{name}`" for name in steps),
     )

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from numpyro.distributions import Distribution
 
-from numpyro_gpaug.likelihoods.augmentation import lookup_augmentation
+from numpyro_gpaug.likelihoods.contract import lookup_augmentation
 
 
 def left_over(d, y, logits, auxiliaries, log_density):

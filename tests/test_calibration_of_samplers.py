@@ -22,7 +22,7 @@ from numpyro.infer import HMC, NUTS, Gibbs
 from scipy import stats
 
 import numpyro_gpaug as gpaug
-from numpyro_gpaug.likelihoods import augmentation as base
+from numpyro_gpaug.likelihoods import contract as base
 from numpyro_gpaug.likelihoods import poisson
 from tests.conftest import slow
 
@@ -184,7 +184,7 @@ def worst_p_value(ranks):
 def test_all_augmentations_are_here() -> None:
     zeros = {None: np.zeros(6), 2: np.zeros((2, 6)), 3: np.zeros((6, 3))}
     classes = {type(d(zeros[n])) for d, n in LIKELIHOODS.values()}
-    ours = {c for c in base._REGISTRY if c.__module__.startswith("numpyro")}
+    ours = {c for c in base._AUGMENTATIONS if c.__module__.startswith("numpyro")}
     assert all(any(issubclass(c, k) for c in classes) for k in ours)
     assert {n for names in TOGETHER.values() for n in names} <= set(LIKELIHOODS)
 
@@ -218,7 +218,7 @@ class _ThinsTheWrongEvents(poisson.LogisticPoisson):
 @pytest.mark.slow
 def test_a_wrong_conditional_is_caught(monkeypatch) -> None:
     wrong = _ThinsTheWrongEvents()
-    monkeypatch.setitem(base._REGISTRY, gpaug.LogisticPoisson, wrong)
+    monkeypatch.setitem(base._AUGMENTATIONS, gpaug.LogisticPoisson, wrong)
     assert worst_p_value(ranks(("logistic Poisson",), jax.random.key(0))) < 1e-6
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from numpyro_gpaug.math import blocks, log_sum
 from numpyro_gpaug.math.competition import edge_roots, laplacian_product
-from numpyro_gpaug.math.conjugate_gradients import conjugate_gradients
 from numpyro_gpaug.math.gumbel import expected_log_sum_exp
+from numpyro_gpaug.math.linalg import conjugate_gradients
 
 
 def drawn(classes: int, num: int = 20_000):

@@ -13,7 +13,7 @@ import pytest
 from numpyro import handlers
 
 import numpyro_gpaug as gpaug
-from numpyro_gpaug.likelihoods.augmentation import lookup_augmentation
+from numpyro_gpaug.likelihoods.contract import lookup_augmentation
 from numpyro_gpaug.likelihoods.expectations import expected_log_prob
 from numpyro_gpaug.math.log_sum import LOGISTIC, expected_log_sum
 from numpyro_gpaug.testing import check_augmentation

@@ -19,7 +19,7 @@ from scipy.stats import norm
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.gaussians.base import GaussianFactors
 from numpyro_gpaug.gaussians.dense import AffineMap, Prior
-from numpyro_gpaug.gp.outputs import Outputs
+from numpyro_gpaug.gp.conditional import Outputs
 from numpyro_gpaug.infer.mcmc.elliptical import minus_log_density
 from numpyro_gpaug.infer.mcmc.parts import Geometry, Part
 from numpyro_gpaug.model.latents import GaussianSite, Structure

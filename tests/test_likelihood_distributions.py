@@ -19,7 +19,7 @@ from scipy.special import expit, gammaln, log_expit
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.distributions.bayesian_svm import expected_ratio
 from numpyro_gpaug.likelihoods.expectations import predictive
-from numpyro_gpaug.math.hinge import expected_absolute, expected_ramp
+from numpyro_gpaug.math.normal import expected_absolute, expected_ramp
 from numpyro_gpaug.math.quadrature import gaussian_nodes, log_gamma_nodes
 from tests.conftest import slow, slow_in_double
 

@@ -15,7 +15,7 @@ from numpyro.distributions import constraints
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.errors import NotConjugateError
-from numpyro_gpaug.likelihoods.maximisers import lookup_m_step
+from numpyro_gpaug.likelihoods.contract import lookup_m_step
 from tests.conftest import slow
 
 GOLDEN = json.loads(

@@ -13,7 +13,7 @@ import numpyro.distributions as dist
 import pytest
 
 import numpyro_gpaug as gpaug
-from numpyro_gpaug.likelihoods.augmentation import lookup_augmentation
+from numpyro_gpaug.likelihoods.contract import lookup_augmentation
 from numpyro_gpaug.likelihoods.expectations import expected_log_prob, predictive
 from numpyro_gpaug.math.log_sum import (
     EXPONENTIAL,

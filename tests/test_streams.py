@@ -15,7 +15,7 @@ from scipy import stats
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.gaussians.dense import Moments
-from numpyro_gpaug.gaussians.projecting import projected
+from numpyro_gpaug.gaussians.pseudo_data import projected
 from numpyro_gpaug.infer.vi.streams import InducingMoves
 from numpyro_gpaug.model.arguments import Arguments
 from tests.conftest import enable_x64

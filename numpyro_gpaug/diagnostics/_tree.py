@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws from a fitted guide, as a tree that ArviZ reads."""
+"""Draws from a fitted guide, or from a run of :class:`~numpyro_gpaug.NestedVI`, as a
+tree that ArviZ reads; and comparison of models by their evidence."""
 
 from __future__ import annotations
 

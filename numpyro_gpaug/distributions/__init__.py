@@ -6,16 +6,18 @@ from numpyro_gpaug.distributions.fields import BYM2, GMRF, ICAR
 from numpyro_gpaug.distributions.gaussian import BlockGaussian
 from numpyro_gpaug.distributions.generalized_inverse_gaussian import (
     GeneralizedInverseGaussian,
+    InverseGaussian,
 )
-from numpyro_gpaug.distributions.heteroscedastic_normal import HeteroscedasticNormal
-from numpyro_gpaug.distributions.inverse_gaussian import InverseGaussian
+from numpyro_gpaug.distributions.heteroscedastic_normal import (
+    HeteroscedasticNormal,
+    LogVarianceNormal,
+)
 from numpyro_gpaug.distributions.linked import (
     Linked,
     PiecewiseBernoulli,
     PiecewiseHeteroscedasticNormal,
     PiecewiseNormal,
 )
-from numpyro_gpaug.distributions.log_variance_normal import LogVarianceNormal
 from numpyro_gpaug.distributions.logistic_normalizer import LogisticNormalizer
 from numpyro_gpaug.distributions.logistic_poisson import LogisticPoisson
 from numpyro_gpaug.distributions.logistic_softmax import (

@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from numpyro.distributions import Distribution, constraints
 from numpyro.distributions.util import promote_shapes
 
-from numpyro_gpaug.math.concrete import floating
+from numpyro_gpaug.math.arrays import floating
 
 
 def parameter(constraint: constraints.Constraint) -> Any:

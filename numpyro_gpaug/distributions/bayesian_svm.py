@@ -14,7 +14,7 @@ from numpyro.distributions import constraints
 from numpyro.distributions.util import validate_sample
 from numpyro.util import is_prng_key
 
-from numpyro_gpaug.math.concrete import floating
+from numpyro_gpaug.math.arrays import floating
 from numpyro_gpaug.math.normal import density
 
 PREDICTIVE = ("probit", "normalized")

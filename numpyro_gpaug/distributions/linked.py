@@ -17,7 +17,7 @@ from jax.typing import ArrayLike
 from numpyro.distributions import Distribution, constraints
 
 from numpyro_gpaug.distributions.links import PiecewiseLink
-from numpyro_gpaug.math.concrete import known_to
+from numpyro_gpaug.math.arrays import known_to
 
 Links = PiecewiseLink | tuple[PiecewiseLink, ...]
 

@@ -18,7 +18,7 @@ from jax import Array
 from jax.typing import ArrayLike
 from numpyro import distributions as dist
 
-from numpyro_gpaug.math.concrete import known_to
+from numpyro_gpaug.math.arrays import known_to
 
 __all__ = ["PCRange", "PCScale"]
 

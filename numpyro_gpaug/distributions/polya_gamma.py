@@ -23,7 +23,7 @@ from numpyro_gpaug.distributions._pg_density import (
     with_tangent_of,
 )
 from numpyro_gpaug.distributions._pg_sampler import sample as _sample
-from numpyro_gpaug.math.concrete import floating
+from numpyro_gpaug.math.arrays import floating
 from numpyro_gpaug.math.special import log2cosh_half, pg_mean_unit
 
 __all__ = ["PolyaGamma"]

@@ -16,7 +16,7 @@ from numpyro.distributions.util import validate_sample
 from scipy import sparse
 
 from numpyro_gpaug.distributions.sparse_prior import SparsePrior
-from numpyro_gpaug.math.concrete import numbers
+from numpyro_gpaug.math.arrays import numbers
 from numpyro_gpaug.math.sparse_terms import sum_of_terms
 
 

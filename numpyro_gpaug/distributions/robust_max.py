@@ -9,7 +9,7 @@ from jax.typing import ArrayLike
 from numpyro.distributions import constraints
 
 from numpyro_gpaug.distributions._classes import Classes, class_shape
-from numpyro_gpaug.math.concrete import known_to
+from numpyro_gpaug.math.arrays import known_to
 
 
 class RobustMax(Classes):

@@ -54,7 +54,7 @@ from numpyro_gpaug.gaussians.base import Layout
 from numpyro_gpaug.gaussians.rows import Rows
 from numpyro_gpaug.gaussians.sparse import NodeMoments, Sparse, SparseNatural
 from numpyro_gpaug.math import linalg
-from numpyro_gpaug.math.conjugate_gradients import by_column, conjugate_gradients
+from numpyro_gpaug.math.linalg import by_column, conjugate_gradients
 
 # The number of draws that estimate covariances, and the largest number of vectors along
 # which the log-determinant is exact.

@@ -14,8 +14,7 @@ from jax import Array
 
 from numpyro_gpaug._numpyro import outside_plates
 from numpyro_gpaug.gp.chain import Chain, Weights
-from numpyro_gpaug.gp.conditional import Conditional
-from numpyro_gpaug.gp.outputs import Outputs
+from numpyro_gpaug.gp.conditional import Conditional, Outputs
 from numpyro_gpaug.math.linalg import precise, safe_sqrt
 
 # Names of the sites of a process: standard normal variables behind its states, weights

@@ -17,7 +17,7 @@ from numpyro_gpaug.likelihoods import (  # noqa: F401
     robust_max,
     student_t,
 )
-from numpyro_gpaug.likelihoods.augmentation import (
+from numpyro_gpaug.likelihoods.contract import (
     Augmentation,
     lookup_augmentation,
     register_augmentation,

@@ -17,7 +17,7 @@ from numpyro_gpaug.math.logistic import expected_log_sigmoid, expected_sigmoid
 from numpyro_gpaug.math.quadrature import gaussian_nodes
 from numpyro_gpaug.math.special import log2cosh_half, pg_mean_unit
 
-from .augmentation import Augmentation, Parameters
+from .contract import Augmentation, Parameters
 
 
 @jax.custom_jvp

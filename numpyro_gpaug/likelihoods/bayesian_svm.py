@@ -14,11 +14,10 @@ from jax import Array
 
 from numpyro_gpaug.distributions.bayesian_svm import BayesianSVM as Likelihood
 from numpyro_gpaug.distributions.bayesian_svm import expected_ratio, probit
-from numpyro_gpaug.distributions.inverse_gaussian import InverseGaussian
-from numpyro_gpaug.math.hinge import expected_ramp
+from numpyro_gpaug.distributions.generalized_inverse_gaussian import InverseGaussian
+from numpyro_gpaug.math.normal import expected_ramp
 
-from .augmentation import label_sign
-from .contract import Augmentation, Conditionals, Parameters, register
+from .contract import Augmentation, Conditionals, Parameters, label_sign, register
 
 
 class BayesianSVM(Augmentation):

@@ -16,8 +16,7 @@ from numpyro_gpaug.distributions.polya_gamma import PolyaGamma
 from numpyro_gpaug.math.logistic import expected_log_sigmoid, expected_sigmoid
 from numpyro_gpaug.math.special import log2cosh_half
 
-from .augmentation import label_sign
-from .contract import Augmentation, Conditionals, Parameters, register
+from .contract import Augmentation, Conditionals, Parameters, label_sign, register
 
 
 class BernoulliLogits(Augmentation):

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpyro.distributions as dist
 from jax import Array
 
-from numpyro_gpaug.distributions.inverse_gaussian import InverseGaussian
+from numpyro_gpaug.distributions.generalized_inverse_gaussian import InverseGaussian
 from numpyro_gpaug.distributions.mixtures import NormalLaplace
-from numpyro_gpaug.math.hinge import expected_absolute
+from numpyro_gpaug.math.normal import expected_absolute
 
 from .contract import Augmentation, Conditionals, Parameters, power, register
 

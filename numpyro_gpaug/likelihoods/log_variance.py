@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpyro.distributions as dist
 from jax import Array
 
-from numpyro_gpaug.distributions.log_variance_normal import LogVarianceNormal
+from numpyro_gpaug.distributions.heteroscedastic_normal import LogVarianceNormal
 from numpyro_gpaug.distributions.real_mixtures import NoiseMixture
 from numpyro_gpaug.math.normal import LOG_2PI
 

@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import ArrayLike
 
-from numpyro_gpaug.math.concrete import floating
+from numpyro_gpaug.math.arrays import floating
 from numpyro_gpaug.math.special import horner
 
 __all__ = ["log_bessel_k"]

@@ -41,8 +41,8 @@ from scipy.special import ndtr as ndtr_numpy
 from threadpoolctl import threadpool_limits
 
 from numpyro_gpaug.math import normal
+from numpyro_gpaug.math.arrays import floating
 from numpyro_gpaug.math.blocks import cut_rows, over_blocks, rows_of_blocks
-from numpyro_gpaug.math.concrete import floating
 from numpyro_gpaug.math.gumbel import expected_log_sum_exp
 from numpyro_gpaug.math.sharding import shards
 

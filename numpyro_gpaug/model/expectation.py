@@ -19,8 +19,8 @@ from jax import Array
 from numpyro_gpaug._numpyro import Ordered
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.gaussians.base import Marginals
-from numpyro_gpaug.gp.outputs import Outputs
-from numpyro_gpaug.likelihoods.augmentation import lookup_augmentation
+from numpyro_gpaug.gp.conditional import Outputs
+from numpyro_gpaug.likelihoods.contract import lookup_augmentation
 from numpyro_gpaug.likelihoods.expectations import (
     Route,
     base_distribution,

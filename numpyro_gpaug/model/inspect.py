@@ -23,7 +23,7 @@ import numpyro.distributions as dist
 from jax import Array
 
 from numpyro_gpaug.errors import NotConjugateError
-from numpyro_gpaug.likelihoods.augmentation import lookup_augmentation
+from numpyro_gpaug.likelihoods.contract import lookup_augmentation
 from numpyro_gpaug.likelihoods.expectations import (
     Route,
     base_distribution,

@@ -19,9 +19,8 @@ from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.gaussians.base import StructurePrior
 from numpyro_gpaug.gaussians.dense import AffineMap
 from numpyro_gpaug.gaussians.pairs import PairedMap
-from numpyro_gpaug.gp.conditional import Conditional
+from numpyro_gpaug.gp.conditional import Conditional, Outputs
 from numpyro_gpaug.gp.markov import MarkovConditional
-from numpyro_gpaug.gp.outputs import Outputs
 from numpyro_gpaug.likelihoods.expectations import Route
 from numpyro_gpaug.math.arrays import STATIC
 from numpyro_gpaug.model.affine import BySites, Predictors, check_groups

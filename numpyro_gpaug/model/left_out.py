@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gaussian factors of observations that are removed from the moments of predictors."""
+"""Gaussian factors of observations that are removed from the moments of predictors; and
+other observations of the predicted rows: a covariate measured with error, another
+response."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The run of a model from the standard normal numbers behind its Gaussian latents, and
-the results of such a run."""
+the results of such a run; and parameters of observed sites that lack a link: they have
+a domain, but are affine in Gaussian latents, which may have any value."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from numpyro_gpaug.distributions.class_counts import traceable
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.gp.conditional import Conditional
 from numpyro_gpaug.gp.markov import MarkovConditional
-from numpyro_gpaug.likelihoods.augmentation import lookup_augmentation
+from numpyro_gpaug.likelihoods.contract import lookup_augmentation
 from numpyro_gpaug.likelihoods.expectations import (
     Expectation,
     base_distribution,

@@ -16,7 +16,7 @@ from jax import Array, lax, random
 from numpyro import handlers
 
 from numpyro_gpaug._numpyro import Ordered, one_thread, whole_plates
-from numpyro_gpaug.distributions.expanded import expanded
+from numpyro_gpaug.distributions.stacked import expanded
 from numpyro_gpaug.errors import CholeskyError, NotConjugateError
 from numpyro_gpaug.gaussians.dense import Moments
 from numpyro_gpaug.gp.markov import numbers_of, times_of

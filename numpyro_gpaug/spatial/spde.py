@@ -21,7 +21,7 @@ from numpyro_gpaug._display import Displayed, Rows, brief
 from numpyro_gpaug.distributions.graph import entries
 from numpyro_gpaug.distributions.sparse_prior import SparsePrior
 from numpyro_gpaug.math import sparse_cholesky
-from numpyro_gpaug.math.concrete import numbers
+from numpyro_gpaug.math.arrays import numbers
 from numpyro_gpaug.math.linalg import precise
 from numpyro_gpaug.math.sparse_pattern import Pattern
 from numpyro_gpaug.math.sparse_terms import by_columns

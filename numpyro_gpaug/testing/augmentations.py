@@ -12,7 +12,7 @@ from jax import Array, random
 from numpyro.distributions import Distribution
 
 from numpyro_gpaug.errors import UnknownLikelihoodError
-from numpyro_gpaug.likelihoods.augmentation import (
+from numpyro_gpaug.likelihoods.contract import (
     Augmentation,
     auxiliary_means,
     draw_auxiliaries,

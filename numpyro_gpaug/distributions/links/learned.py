@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 from numpyro.distributions import biject_to, constraints
 
 from numpyro_gpaug.distributions.links.piecewise import PiecewiseLink
-from numpyro_gpaug.math.concrete import known_to
+from numpyro_gpaug.math.arrays import known_to
 
 ORDERS = ("free", "increasing")
 

@@ -26,7 +26,7 @@ from numpyro_gpaug.distributions.links._cells import (
     search,
 )
 from numpyro_gpaug.math import normal
-from numpyro_gpaug.math.concrete import known_to
+from numpyro_gpaug.math.arrays import known_to
 
 
 @jax.tree_util.register_pytree_with_keys_class

@@ -42,8 +42,7 @@ A quasi-periodic kernel is a product, ``Matern32(30.0) * cosines(Periodic(1.0, 7
 4)``: exact for the sum of cosines, which approximates the periodic part.
 """
 
-from ._base import Constant, Kernel, Product, Sum, as_kernel, from_function
-from ._linear import Linear
+from ._base import Constant, Kernel, Linear, Product, Sum, as_kernel, from_function
 from ._oscillating import Cosine, Oscillator, cosines
 from ._stationary import (
     Matern12,

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gibbs sampling of Gaussian latents through augmented likelihoods."""
+"""Gibbs sampling of Gaussian latents through augmented likelihoods; and of
+hyperparameters, with the Gaussian latents integrated out, given auxiliaries."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.gaussians.base import GaussianFactors
 from numpyro_gpaug.infer.mcmc.gaussian_kernel import GaussianKernel
 from numpyro_gpaug.infer.mcmc.parts import Geometry, Part, Values, parts_of
-from numpyro_gpaug.likelihoods.augmentation import (
+from numpyro_gpaug.likelihoods.contract import (
     Augmentation,
     Parameters,
     draw_auxiliaries,

@@ -14,7 +14,7 @@ from jax import Array, random
 
 from numpyro_gpaug.gaussians.base import GaussianFactors
 from numpyro_gpaug.gaussians.dense import AffineMap, Prior
-from numpyro_gpaug.gp.outputs import Outputs
+from numpyro_gpaug.gp.conditional import Outputs
 from numpyro_gpaug.likelihoods.expectations import Route
 from numpyro_gpaug.model.arguments import Arguments, Model
 from numpyro_gpaug.model.joint import JointView, ProjectedView

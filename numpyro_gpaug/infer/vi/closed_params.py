@@ -14,13 +14,13 @@ from jax import Array
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.gaussians.base import Marginals
 from numpyro_gpaug.guides import ConjugateGuide
+from numpyro_gpaug.likelihoods.contract import MStep, lookup_m_step
 from numpyro_gpaug.likelihoods.expectations import (
     Route,
     base_distribution,
     feasible,
     through_wrappers,
 )
-from numpyro_gpaug.likelihoods.maximisers import MStep, lookup_m_step
 from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.expectation import ExpectedLogLikelihood, of_site, scaled_sum
 from numpyro_gpaug.model.jaxpr import dependence_tree

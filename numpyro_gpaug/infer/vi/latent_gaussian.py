@@ -33,7 +33,7 @@ from numpyro_gpaug.gaussians.pairs import PairedMap, factors_of
 from numpyro_gpaug.infer.vi.differentiation import split_floats
 from numpyro_gpaug.math.arrays import STATIC
 from numpyro_gpaug.math.competition import edge_roots, laplacian_product
-from numpyro_gpaug.math.conjugate_gradients import conjugate_gradients
+from numpyro_gpaug.math.linalg import conjugate_gradients
 
 # Natural parameters, by block.
 Natural = dict[str, Any]

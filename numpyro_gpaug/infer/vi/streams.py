@@ -31,7 +31,7 @@ from collections.abc import Mapping
 import numpy as np
 from jax import Array
 
-from numpyro_gpaug.gaussians.projecting import projected
+from numpyro_gpaug.gaussians.pseudo_data import projected
 from numpyro_gpaug.gp.conditional import Conditional
 from numpyro_gpaug.gp.process import GaussianProcess
 from numpyro_gpaug.gp.projection import lead, project
