@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax import Array, random
 from numpyro.distributions import Distribution, constraints
 from numpyro.distributions.util import validate_sample
-from numpyro.util import is_prng_key
 
 
 class Classes(Distribution):
@@ -40,7 +39,6 @@ class Classes(Distribution):
         return jnp.exp(self.log_probs)
 
     def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
-        assert is_prng_key(key)
         log_probs = self.log_probs
         # Not batch_shape, which still has the old axes under vmap over a distribution.
         shape = (*sample_shape, *log_probs.shape[:-1])

@@ -12,7 +12,6 @@ from jax.scipy.special import ndtr
 from jax.typing import ArrayLike
 from numpyro.distributions import constraints
 from numpyro.distributions.util import validate_sample
-from numpyro.util import is_prng_key
 
 from numpyro_gpaug.math.arrays import floating
 from numpyro_gpaug.math.normal import density
@@ -87,7 +86,6 @@ class BayesianSVM(dist.Distribution):
         :param key: random key.
         :param sample_shape: shape of independent draws.
         """
-        assert is_prng_key(key)
         probs = self.probs
         # Not batch_shape, which still has the old axes under vmap over a distribution.
         draws = random.bernoulli(key, probs, (*sample_shape, *probs.shape))

@@ -15,7 +15,6 @@ from jax.typing import ArrayLike
 from numpyro.distributions import constraints
 from numpyro.distributions.kl import kl_divergence
 from numpyro.distributions.util import not_jax_tracer, validate_sample
-from numpyro.util import is_prng_key
 
 from numpyro_gpaug.distributions._elementwise import Elementwise, parameter
 from numpyro_gpaug.distributions._gig_sampler import (
@@ -273,7 +272,6 @@ class GeneralizedInverseGaussian(Elementwise):
         :param sample_shape: Shape of independent draws, prepended to the batch shape.
         :return: An array of shape ``sample_shape + batch_shape``.
         """
-        assert is_prng_key(key)
         p, a, b = jax.lax.stop_gradient(self._arrays())
         # Not batch_shape, which still has the old axes under vmap over a distribution.
         shape = tuple(sample_shape) + p.shape
@@ -387,7 +385,6 @@ class InverseGaussian(Elementwise):
         :param sample_shape: Shape of independent draws, prepended to the batch shape.
         :return: An array of shape ``sample_shape + batch_shape``.
         """
-        assert is_prng_key(key)
         loc, concentration = lax.stop_gradient(self._arrays())
         # Not batch_shape, which still has the old axes under vmap over a distribution.
         shape = tuple(sample_shape) + loc.shape

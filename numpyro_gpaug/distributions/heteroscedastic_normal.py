@@ -12,7 +12,6 @@ from jax import Array, random
 from jax.typing import ArrayLike
 from numpyro.distributions import constraints
 from numpyro.distributions.util import validate_sample
-from numpyro.util import is_prng_key
 
 from numpyro_gpaug.distributions._elementwise import Elementwise, parameter
 from numpyro_gpaug.math.normal import LOG_2PI
@@ -26,7 +25,6 @@ class NormalOfPrecision(Elementwise):
         """Return the logarithm of the precision, and the precision."""
 
     def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
-        assert is_prng_key(key)
         # Not batch_shape, which still has the old axes under vmap over a distribution.
         loc = self.mean
         noise = random.normal(key, (*sample_shape, *loc.shape), loc.dtype)

@@ -11,7 +11,6 @@ from jax.scipy.special import gammaln
 from jax.typing import ArrayLike
 from numpyro.distributions import constraints
 from numpyro.distributions.util import validate_sample
-from numpyro.util import is_prng_key
 
 from numpyro_gpaug.distributions._elementwise import Elementwise, parameter
 
@@ -53,7 +52,6 @@ class LogisticPoisson(Elementwise):
         return max_rate * jax.nn.sigmoid(logits)
 
     def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
-        assert is_prng_key(key)
         # Not batch_shape, which still has the old axes under vmap over a distribution.
         return dist.Poisson(self.rate).sample(key, sample_shape)
 

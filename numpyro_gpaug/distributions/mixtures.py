@@ -15,7 +15,6 @@ from jax.scipy.special import ndtr
 from jax.typing import ArrayLike
 from numpyro.distributions import constraints
 from numpyro.distributions.util import validate_sample
-from numpyro.util import is_prng_key
 
 from numpyro_gpaug.distributions._elementwise import Elementwise, parameter
 from numpyro_gpaug.math.normal import LOG_2PI
@@ -81,7 +80,6 @@ class CountMixture(Elementwise):
         return quantile(self, q)
 
     def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
-        assert is_prng_key(key)
         latent_key, key = random.split(key)
         other, loc, spread, *_ = self._arrays()
         # Not batch_shape, which still has the old axes under vmap over a distribution.
@@ -203,7 +201,6 @@ class NormalLaplace(Elementwise):
         return spread + 2 * jnp.square(scale)
 
     def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
-        assert is_prng_key(key)
         keys, (loc, spread, scale) = random.split(key), self._arrays()
         shape, dtype = (*sample_shape, *loc.shape), loc.dtype
         smooth = jnp.sqrt(spread) * random.normal(keys[0], shape, dtype)
@@ -281,7 +278,6 @@ class NodeMixture(dist.MixtureSameFamily):
     def sample_with_intermediates(
         self, key: Array, sample_shape: tuple[int, ...] = ()
     ) -> tuple[Array, list[Array]]:
-        assert is_prng_key(key)
         node_key, key = random.split(key)
         shape = tuple(sample_shape) + self.batch_shape
         nodes = self.mixing_distribution.expand(shape).sample(node_key)

@@ -11,7 +11,6 @@ from jax.typing import ArrayLike
 from numpyro.distributions import constraints
 from numpyro.distributions.kl import kl_divergence
 from numpyro.distributions.util import not_jax_tracer, validate_sample
-from numpyro.util import is_prng_key
 
 from numpyro_gpaug.distributions._elementwise import Elementwise, parameter
 from numpyro_gpaug.distributions._pg_density import (
@@ -140,7 +139,6 @@ class PolyaGamma(Elementwise):
         :param sample_shape: Shape of independent draws, prepended to the batch shape.
         :return: An array of shape ``sample_shape + batch_shape``.
         """
-        assert is_prng_key(key)
         b, c = self._arrays()
         # A single shape for many tilts takes fewer operations than one shape for each.
         one = jnp.size(self.b) == 1

@@ -14,7 +14,6 @@ from jax import Array, lax, random
 from jax.typing import ArrayLike
 from numpyro.distributions import constraints
 from numpyro.distributions.util import validate_sample
-from numpyro.util import is_prng_key
 
 from numpyro_gpaug.distributions._elementwise import Elementwise, parameter
 from numpyro_gpaug.distributions.mixtures import bisected_icdf
@@ -129,7 +128,6 @@ class NormalStudentT(RealMixture):
         return log_weights, dist.Normal(loc, noise)
 
     def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
-        assert is_prng_key(key)
         keys, (df, loc, spread, scale) = random.split(key), self._arrays()
         shape, dtype = (*sample_shape, *loc.shape), loc.dtype
         smooth = jnp.sqrt(spread) * random.normal(keys[0], shape, dtype)
@@ -181,7 +179,6 @@ class NoiseMixture(RealMixture):
         return jax.nn.logsumexp(log_weights + given(nodes, *each), -1)
 
     def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
-        assert is_prng_key(key)
         keys = random.split(key)
         loc, spread, latent, latent_spread, other = self._arrays()
         shape, dtype = (*sample_shape, *loc.shape), loc.dtype

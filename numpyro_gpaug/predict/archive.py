@@ -19,11 +19,11 @@ from numpyro import handlers
 from numpyro_gpaug._numpyro import whole_plates
 from numpyro_gpaug.errors import ArchiveError
 from numpyro_gpaug.gaussians import STRUCTURES
-from numpyro_gpaug.gaussians.dense import Moments
 from numpyro_gpaug.gp.conditional import Conditional
 from numpyro_gpaug.guides import AutoLatentGaussian, AutoSparseGP
 from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.guides.function_posterior import InducingPosterior
+from numpyro_gpaug.guides.sparse_gp import standard
 from numpyro_gpaug.likelihoods.expectations import base_distribution
 from numpyro_gpaug.math.arrays import enable_x64, in_dtype_of
 from numpyro_gpaug.math.compiling import once
@@ -31,7 +31,7 @@ from numpyro_gpaug.math.files import plain, read, refusing, typed, write
 from numpyro_gpaug.math.linalg import precise
 from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.gaussians import whitening
-from numpyro_gpaug.model.latents import GaussianSite, Grouping, Structure
+from numpyro_gpaug.model.latents import JOINT, GaussianSite, Grouping, Structure
 from numpyro_gpaug.model.structure import Block, Leaves, Observed, run_model
 from numpyro_gpaug.predict.arguments import FitArguments, Range
 from numpyro_gpaug.predict.mixture import Fitted, Members
@@ -180,33 +180,6 @@ def _agree(found: Any, saved: Any) -> bool:
     return np.allclose(one[both], other[both], rtol=1e-3, atol=1e-3 * scale)
 
 
-def check_moments(
-    structure: Structure, own: dict[str, Moments], leading: tuple[int, ...]
-) -> None:
-    """Raise for moments that do not have the size of their block.
-
-    :param structure: the structure of the fit.
-    :param own: saved moments.
-    :param leading: the number of leading axes.
-    :raises ValueError: for such moments; it names the block and the shapes.
-    """
-    shapes = {b.name: b.shape for b in structure.blocks}
-    for name, moments in own.items():
-        if name not in shapes:
-            raise ValueError(f"it has moments of {name!r}, which is not a latent")
-        latents, size = math.prod(shapes[name][:-1]), shapes[name][-1]
-        given, expected = (
-            [x.shape for x in jax.tree.leaves(moments)],
-            [(latents, size), (latents, size, size)],
-        )
-        if structure.joint:
-            expected = [x.shape for x in jax.tree.leaves(moments_of(structure))]
-        if given != [(*leading, *shape) for shape in expected]:
-            raise ValueError(
-                f"moments of {name!r}, of shape {shapes[name]}, have shapes {given}"
-            )
-
-
 def check_whole(
     structure: Structure,
     fitted: Fitted,
@@ -234,11 +207,6 @@ def check_whole(
         shape = shapes.get(name)
         if found not in ((shape, shape, None), (shape, shape, flat)):
             raise ValueError(f"the posterior of {name!r} has shapes {found}")
-
-
-def moments_of(structure: Structure) -> Any:
-    """Return the shapes of the moments of the Gaussian of a structure."""
-    return jax.eval_shape(lambda: structure.form.standard(structure.dtype).moments())
 
 
 def _is_shape(leaf: Any) -> bool:
@@ -526,14 +494,25 @@ def _members(structure: Structure, saved: Members | None) -> Members | None:
 def _moments(
     structure: Structure, saved: dict[str, Any], leading: tuple[int, ...] = ()
 ) -> Values:
-    """Return moments with the sizes of the blocks.
+    """Return moments by block; raise if they do not have the sizes of the blocks.
 
-    :param leading: the number of leading axes.
+    :param leading: sizes of leading axes.
     """
-    like: Any = Moments(0, 0)  # type: ignore[arg-type]
-    if structure.joint:
-        like = moments_of(structure)
-    made = jax.tree.structure(like)
-    own = {k: jax.tree.unflatten(made, m) for k, m in saved.items()}
-    check_moments(structure, own, leading)
+
+    def made() -> dict[str, Any]:
+        if structure.joint:
+            return {JOINT: structure.form.standard(structure.dtype).moments()}
+        return {b.name: standard(b).natural.moments() for b in structure.blocks}
+
+    like, own = jax.eval_shape(made), dict[str, Any]()
+    for name, leaves in saved.items():
+        if name not in like:
+            raise ValueError(f"it has moments of {name!r}, which is not a latent")
+        given = [x.shape for x in leaves]
+        expected = [(*leading, *x.shape) for x in jax.tree.leaves(like[name])]
+        if given != expected:
+            raise ValueError(
+                f"moments of {name!r} have shapes {given}, expected {expected}"
+            )
+        own[name] = jax.tree.unflatten(jax.tree.structure(like[name]), leaves)
     return own

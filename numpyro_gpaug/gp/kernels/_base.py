@@ -174,8 +174,8 @@ class Matrix(_Algebra):
     @abstractmethod
     def _covariance(self, X: jax.Array, Z: jax.Array, same: bool) -> jax.Array: ...
 
-    @abstractmethod
-    def _diagonal(self, X: jax.Array) -> jax.Array: ...
+    def _diagonal(self, X: jax.Array) -> jax.Array:
+        return self._value("variance", X.dtype)[..., None]
 
     @property
     def batch_shape(self) -> tuple[int, ...]:
@@ -265,9 +265,6 @@ class Constant(Matrix):
     def _covariance(self, X: jax.Array, Z: jax.Array, same: bool) -> jax.Array:
         del Z, same
         return self._over_pairs("variance", X.dtype)
-
-    def _diagonal(self, X: jax.Array) -> jax.Array:
-        return self._value("variance", X.dtype)[..., None]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

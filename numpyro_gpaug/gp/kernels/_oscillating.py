@@ -38,9 +38,6 @@ class _OfTime(Matrix):
         distance = jnp.abs(X[..., :, None, 0] - Z[..., None, :, 0])
         return self._over_pairs("variance", X.dtype) * self._correlation(distance)
 
-    def _diagonal(self, X: jax.Array) -> jax.Array:
-        return self._value("variance", X.dtype)[..., None]
-
 
 @pytree
 class Cosine(_OfTime):

@@ -170,9 +170,6 @@ class _Stationary(Matrix):
             return pairwise_form(X, Z, lengthscale, lambda difference: difference)
         return matmul_form(X, Z, lengthscale, same)
 
-    def _diagonal(self, X: jax.Array) -> jax.Array:
-        return self._value("variance", X.dtype)[..., None]
-
     def _own_deviation(self, X: jax.Array) -> jax.Array:
         return jnp.zeros_like(self._diagonal(X))
 
@@ -322,7 +319,7 @@ class RationalQuadratic(_Stationary):
 
 
 @pytree
-class Periodic(_Stationary):
+class Periodic(SquaredExponential):
     r"""Functions that repeat along every column.
 
     .. math:: k(x, z) = \sigma^2 \exp\Bigl(
@@ -363,9 +360,3 @@ class Periodic(_Stationary):
         if lengthscale is not None:
             lengthscale = jnp.concatenate([lengthscale, lengthscale], -1)
         return matmul_form(wrap(X), wrap(Z), lengthscale, same)
-
-    def _correlation(self, squared: jax.Array) -> jax.Array:
-        return jnp.exp(-0.5 * squared)
-
-    def _lost(self, squared: jax.Array) -> jax.Array:
-        return _less_one(-0.5 * squared)
