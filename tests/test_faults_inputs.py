@@ -483,3 +483,53 @@ def test_inducing_inputs_by_position_are_told_their_name() -> None:
     svi = gpaug.ConjugateSVI(keyword, gpaug.AutoSparseGP(keyword))
     with pytest.raises(TypeError, match="pass inducing=... by name"):
         svi.init(jax.random.key(0), X, np.zeros(5, int), X)
+
+
+def test_guides_of_other_models_are_refused() -> None:
+    def counts(X, y=None, *, inducing):
+        gp = gpaug.GaussianProcess("f", KERNEL(1.0), inducing)
+        with numpyro.plate("data", len(X)):
+            numpyro.sample("y", dist.Poisson(jnp.exp(gp(X))), obs=y)
+
+    def others(X, y=None, *, inducing):
+        numpyro.sample("b", dist.Normal(0, 1))
+        counts(X, y, inducing=inducing)
+
+    def wrapped(X, y=None, *, inducing):
+        counts(X, y, inducing=inducing)
+
+    guide = gpaug.AutoLatentGaussian
+    for model, of, message in (
+        (counts, classifier, "'y' is BernoulliLogits and not Poisson. Pass AutoLatent"),
+        (counts, others, "another model, where site 'b' is Normal and not missing"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            gpaug.ConjugateSVI(model, guide(of)).init(KEY, X, Y, inducing=Z)
+    gpaug.ConjugateSVI(counts, guide(wrapped)).init(KEY, X, Y, inducing=Z)
+
+
+def test_models_that_need_values_say_what_to_write() -> None:
+    def branching(x, y=None):
+        b = numpyro.sample("b", dist.Normal(0, 1))
+        b = -b if b > 0 else b
+        numpyro.sample("y", dist.Normal(b * x, 1).to_event(1), obs=y)
+
+    def in_numpy(x, y=None):
+        b = numpyro.sample("b", dist.Normal(0, 1))
+        numpyro.sample("y", dist.Poisson(np.exp(b * x)).to_event(1), obs=y)
+
+    for model, message in (
+        (branching, r"branches .* on a latent.*jnp\.where"),
+        (in_numpy, r"jax\.numpy \(jnp\.exp, not np\.exp\)"),
+    ):
+        svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
+        with pytest.raises(TypeError, match=message):
+            svi.init(KEY, X[:, 0], Y)
+
+
+def test_objects_that_do_not_predict_name_the_one_that_does() -> None:
+    svi = gpaug.ConjugateSVI(classifier, gpaug.AutoSparseGP(classifier))
+    for it in (svi, gpaug.NestedVI(classifier)):
+        with pytest.raises(AttributeError, match=r"posterior\(.*\)\.predict_y has it"):
+            it.predict_y(X)
+        assert not hasattr(it, "anything_else")

@@ -26,8 +26,9 @@ from numpyro_gpaug.infer.nested.draws import best_width
 from numpyro_gpaug.infer.nested.hyperparameters import Hyperparameters
 from numpyro_gpaug.infer.nested.known import Known
 from numpyro_gpaug.infer.nested.latent_modes import Searched, _is_concave
+from numpyro_gpaug.infer.nested.mirrors import mirrored
 from numpyro_gpaug.infer.nested.programs import Evaluated
-from numpyro_gpaug.infer.nested.proposal import Proposal, StudentT
+from numpyro_gpaug.infer.nested.proposal import Mode, Proposal, StudentT
 from numpyro_gpaug.infer.nested.refining import Pool, extended
 from numpyro_gpaug.infer.nested.setup import CollapsedBounds
 from numpyro_gpaug.infer.nested.weighted import Weighted
@@ -907,7 +908,7 @@ def test_rounds_make_weights_even(d):
     start, first = StudentT.symmetric(np.zeros(d), np.eye(d)), []
     for key in range(5):
         rng = np.random.default_rng(key)
-        pool = Pool(Exact(), np.ones(2), np.zeros((0, d)), rng)
+        pool = Pool(Exact(), np.ones(2), np.zeros((0, d)), rng, np.ones((1, d)))
         found = pool.draw(Proposal((start,), (1.0,), 0.0), 512)
         first.append(found.certified)
         found = extended(pool, found, start, 512, 64)
@@ -934,7 +935,8 @@ def test_rounds_end_where_they_are_of_no_use():
             return Points(n[:, None, None], n, n, ratios, n, {}, n)
 
     d = StudentT.symmetric(np.zeros(1), np.eye(1))
-    pool = Pool(Uneven(), np.ones(2), np.zeros((0, 1)), np.random.default_rng(0))
+    rng = np.random.default_rng(0)
+    pool = Pool(Uneven(), np.ones(2), np.zeros((0, 1)), rng, np.ones((1, 1)))
     first = pool.draw(Proposal((d,), (1.0,), 0.0), 128)
     found = extended(pool, first, d, 128, 1)
     assert not found.certified
@@ -1152,3 +1154,56 @@ def test_other_devices_take_draws_in_batches(monkeypatch):
     one_by_one = evidence()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     np.testing.assert_allclose(evidence(), one_by_one, atol=0.03)
+
+
+def test_evidence_counts_mirrored_modes():
+    """The signs of loadings and factors may change together: the posterior has two
+    modes, and no draw reaches the other."""
+    rng = np.random.default_rng(0)
+    loadings = np.array([1.0, -0.8, 0.6])
+    y = rng.normal(size=(25, 1)) * loadings + 0.3 * rng.normal(size=(25, 3))
+
+    def model(y):
+        w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
+        with numpyro.plate("rows", 25, dim=-2):
+            f = numpyro.sample("f", dist.Normal(0, 1))
+            with numpyro.plate("columns", 3, dim=-1):
+                numpyro.sample("y", dist.Normal(f * w, 0.3), obs=y)
+
+    nested = gpaug.NestedVI(model, num_points=128, progress_bar=False)
+    nested.run(jax.random.key(0), y.astype("float32"))
+    assert nested.certified
+    assert "the evidence counts 2 mirrored modes" in " ".join(str(nested).split())
+    # Draws around one mode, weighted by the density without the factors.
+    around = stats.multivariate_t(loadings, 0.1 * np.eye(3), 5)
+    w = around.rvs(20_000, random_state=1)
+    w = w[w @ loadings > 0]
+    spread = w[:, :, None] * w[:, None, :] + 0.3**2 * np.eye(3)
+    _, log_det = np.linalg.slogdet(spread)
+    squares = np.einsum("ni,wij,nj->w", y, np.linalg.inv(spread), y)
+    density = -0.5 * (squares + 25 * log_det + 75 * np.log(2 * np.pi))
+    terms = density + stats.norm.logpdf(w).sum(1) - around.logpdf(w)
+    expected = np.logaddexp.reduce(terms) - np.log(20_000) + np.log(2)
+    found = nested.get_extra_fields()
+    error = 4 * found["log_evidence_error"] + 0.02
+    assert abs(found["log_evidence"] - expected) < error
+
+
+def test_only_symmetries_are_mirrored():
+    """Here of two signs together, and not of one entry, or around another mean."""
+    hyper = SimpleNamespace(real={"w"}, places={"s": np.array(0), "w": np.arange(1, 3)})
+    hyper.size = 3
+    at = np.array([0.5, 2.0, -1.0])
+    mode = Mode(at, 0.0, StudentT.symmetric(at, 0.01 * np.eye(3)))
+    for mean, number in ((0.0, 2), (0.1, 1)):
+
+        def evaluate(x, mean=mean):
+            product = (x[1] - mean) * (x[2] - mean)
+            return -50 * ((product + 2) ** 2 + (x[0] - 0.5) ** 2), None
+
+        found = mirrored(hyper, mode, evaluate)
+        assert len(found.flips) == number
+    both = mirrored(hyper, mode, lambda x: (-np.abs(x - 1)[0], None))
+    assert {tuple(x) for x in both.flips} == {
+        (1, a, b) for a in (1, -1) for b in (1, -1)
+    }

@@ -86,10 +86,18 @@ class Arguments(_Split):
         have the size of their data."""
         try:
             yield
+        except jax.errors.TracerBoolConversionError as error:
+            raise TypeError(
+                "the model branches (if, while, and, or) on a latent or an array "
+                "argument, which are traced. Write jnp.where(condition, a, b), or pass "
+                "a flag as a plain bool by keyword. JAX says: "
+                + str(error).split("\n", 1)[0]
+            ) from error
         except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
             raise TypeError(
                 "the model computes a size (such as of a plate), or a NumPy array, "
-                "from its array arguments, which are traced. Bind such an argument to "
+                "from latents or array arguments, which are traced. Call functions of "
+                "jax.numpy (jnp.exp, not np.exp). Bind an argument that is a size to "
                 "the model: functools.partial(model, mask=mask). Or pass sizes as "
                 "plain numbers by keyword, compute positions such as "
                 "np.nonzero(missing) outside of the model, and index arrays of "

@@ -20,6 +20,7 @@ from numpyro_gpaug.errors import CholeskyError
 from numpyro_gpaug.infer.nested.bound import Start
 from numpyro_gpaug.infer.nested.drawer import Drawer, generator
 from numpyro_gpaug.infer.nested.latent_modes import Searched, searched
+from numpyro_gpaug.infer.nested.mirrors import Mirrors, mirrored
 from numpyro_gpaug.infer.nested.programs import Programs
 from numpyro_gpaug.infer.nested.proposal import (
     AT_MODE,
@@ -71,6 +72,7 @@ class Run:
     :param correction: the correction of weights that are too uneven.
     :param independence: the effective number of draws per point: less than one in a
         chain.
+    :param mirrors: signs that leave the posterior unchanged.
     """
 
     programs: Programs
@@ -89,6 +91,7 @@ class Run:
     num_chains: int = 1
     correction: str = ""
     independence: float = 1.0
+    mirrors: Mirrors | None = None
 
     @property
     def certified(self) -> bool:
@@ -237,6 +240,7 @@ def integrated(
             _refuse_none(target)
         with clock.part("mode and curvature"):
             modes = _further_modes(modes, drawer, points, target - density, precise)
+            mirrors = mirrored(programs.hyper, modes[0], drawer.evaluate)
         bar.set_description("draws")
         with clock.part("draws"):
             components, weights = tuple(m.component for m in modes), target - density
@@ -247,7 +251,7 @@ def integrated(
                 )
             proposal = _final(components, points, weights, bool(len(prior)))
             # The first draws of the prior have been used before.
-            pool = Pool(drawer, np.full(draws, width), prior[::-1], rng)
+            pool = Pool(drawer, np.full(draws, width), prior[::-1], rng, mirrors.flips)
             weighted = pool.draw(proposal, num_points)
             _refuse_none(weighted.log_ratios)
             bar.set_description("further draws")
@@ -257,7 +261,7 @@ def integrated(
     return Run(
         programs, data, weighted, *pool.drawn, clock, drawer.evaluations, width,
         f"Importance sampling{drawer.weighed}", int(rng.integers(2**32)), modes,
-        drawer.starts, found,
+        drawer.starts, found, mirrors=mirrors,
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ import numpyro
 from jax import Array, lax
 from jax.flatten_util import ravel_pytree
 from numpyro import handlers
-from numpyro.distributions import biject_to, constraints
+from numpyro.distributions import biject_to, constraints, transforms
 
 from numpyro_gpaug._numpyro import one_thread, residual_policy
 from numpyro_gpaug.math.compiling import few
@@ -78,6 +78,12 @@ def transform_of(site: dict[str, Any]) -> Any:
     return biject_to(site["fn"].support)
 
 
+def _is_identity(transform: Any) -> bool:
+    while isinstance(transform, transforms.IndependentTransform):
+        transform = transform.base_transform
+    return isinstance(transform, transforms.IdentityTransform)
+
+
 def sizes(trace: Trace) -> Values:
     """Return the change of the values for a unit change of the unconstrained ones, in
     trees of the same form as the values.
@@ -103,6 +109,8 @@ class Hyperparameters:
     :param structure: the structure of the model at arguments of these shapes.
     :param arguments: such arguments.
     :ivar shapes: shapes and dtypes of constrained values by name.
+    :ivar real: the names of sites that may have any real values.
+    :ivar places: by name, the places of unconstrained values in the vector.
     """
 
     def __init__(
@@ -116,6 +124,14 @@ class Hyperparameters:
         flat = jax.eval_shape(lambda free: ravel_pytree(free)[0], free)
         self.size, self.dtype = flat.size, flat.dtype
         self._zeros = {k: np.zeros(s.shape, s.dtype) for k, s in free.items()}
+        # In the order of ravel_pytree.
+        names = sorted(self._zeros)
+        ends = np.cumsum([self._zeros[k].size for k in names])
+        parts = np.split(np.arange(self.size), ends[:-1]) if names else []
+        self.places = {
+            k: x.reshape(self._zeros[k].shape)
+            for k, x in zip(names, parts, strict=True)
+        }
         self.medians = compiled(self._medians)
         self._draws = compiled(self._drawn)
 
@@ -169,6 +185,7 @@ class Hyperparameters:
         """Return constrained values in the form of the model, and unconstrained
         ones."""
         trace = self._trace(data, any_key(), data=values)
+        self.real = {k for k, site in trace.items() if _is_identity(transform_of(site))}
         return {k: jnp.asarray(trace[k]["value"]) for k in self.names}, _free(trace)
 
     @one_thread

@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 from tqdm.auto import tqdm
 
-from numpyro_gpaug._display import Displayed, Rows
+from numpyro_gpaug._display import Displayed, Rows, of_posterior
 from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.errors import CholeskyError
 from numpyro_gpaug.infer.nested.apart import draws_at, may_part
@@ -155,6 +155,8 @@ class NestedVI(Displayed):
     Mira and Robert (2012), Adaptive multiple importance sampling; Kuntz, Crucinio and
     Johansen (2022), Product-form estimators.
     """
+
+    __getattr__ = of_posterior("nested.posterior()")
 
     def __init__(
         self,

@@ -45,6 +45,7 @@ class Pool:
     :param widths: factors by which draws are wider than the Gaussian, (draws,).
     :param prior: draws of the prior, if any.
     :param rng: random numbers.
+    :param flips: signs that leave the posterior unchanged, (m, d).
     :ivar points: points, (n, d).
     """
 
@@ -56,7 +57,9 @@ class Pool:
         widths: np.ndarray,
         prior: np.ndarray,
         rng: np.random.Generator,
+        flips: np.ndarray,
     ) -> None:
+        self._flips = flips
         self._drawer, self._widths, self._prior = drawer, widths, prior
         self._rng = rng
         self._parts: list[tuple[Proposal, Points]] = []
@@ -79,7 +82,14 @@ class Pool:
         each = []
         for part, drawn in self._parts:
             num = len(drawn.log_prior)
-            each.append(np.log(num) + part.log_density(self.points, log_prior, num))
+            # Densities as if each draw had been flipped at random: its mirror images
+            # have the same weight, and need not be drawn.
+            images = [
+                part.log_density(self.points * flip, log_prior, num)
+                for flip in self._flips
+            ]
+            density = special.logsumexp(images, axis=0) - np.log(len(images))
+            each.append(np.log(num) + density)
         density = special.logsumexp(each, axis=0) - np.log(len(self.points))
         ratios = ratios - density[:, None]
         alike = self._drawer.alike

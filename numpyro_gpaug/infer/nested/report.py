@@ -44,6 +44,7 @@ def certificate(run: Any) -> str:
     khat, loss = weighted.khat, weighted.loss
     what, limit = f"k-hat {khat:.2f}", f"{weighted.limit:.2g}"
     modes = f"; {run.searched.said}" if run.searched.said else ""
+    modes += run.mirrors.said if run.mirrors else ""
     if run.certified:
         return (
             f"{what}, at most {limit}: the weighted draws are from the exact "

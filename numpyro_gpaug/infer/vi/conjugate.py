@@ -14,7 +14,7 @@ from jax import Array
 from jax.sharding import Mesh
 from tqdm.auto import tqdm
 
-from numpyro_gpaug._display import NotPickled, Rows, name_of
+from numpyro_gpaug._display import NotPickled, Rows, name_of, of_posterior
 from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.guides import ConjugateGuide
 from numpyro_gpaug.infer.vi.checks import (
@@ -187,6 +187,8 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
     Polya-Gamma data augmentation; Khan and Lin (2017), Conjugate-computation
     variational inference; Nocedal and Wright (2006), Numerical Optimization, chapter 7.
     """
+
+    __getattr__ = of_posterior("svi.posterior(result)")
 
     def __init__(
         self,

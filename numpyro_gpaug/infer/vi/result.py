@@ -8,7 +8,7 @@ from typing import Any, Self
 import numpy as np
 from numpyro.infer.svi import SVIRunResult
 
-from numpyro_gpaug._display import Displayed, Rows, brief
+from numpyro_gpaug._display import Displayed, Rows, brief, of_posterior
 from numpyro_gpaug.infer.vi.quasi_newton import NOISY, Search, uncertainty
 from numpyro_gpaug.infer.vi.resolution import LOST
 from numpyro_gpaug.infer.vi.state import ConjugateState
@@ -47,6 +47,7 @@ class ConjugateResult(Displayed, SVIRunResult):
     version: Version | None = None
     whole: bool = True
     labels: Labels = {}
+    __getattr__ = of_posterior("svi.posterior(result)")
 
     def __new__(
         cls,

@@ -28,6 +28,7 @@ from numpyro_gpaug.infer.vi.plan import (
 )
 from numpyro_gpaug.infer.vi.schedules import as_schedule
 from numpyro_gpaug.infer.vi.state import ConjugateState, Hyper, unknown_bound
+from numpyro_gpaug.likelihoods.expectations import base_distribution
 from numpyro_gpaug.math.sharding import latents_apart
 from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.inspect import IN_DENSITY
@@ -38,6 +39,7 @@ from numpyro_gpaug.model.observations import (
     invalid_error,
     valid_observations,
 )
+from numpyro_gpaug.model.structure import Trace
 from numpyro_gpaug.model.validation import check_param
 
 
@@ -72,7 +74,10 @@ def initial_state(
     others = handlers.seed(guide.draw_others, guide_key)
     guide_trace = handlers.trace(others).get_trace(*args, **kwargs)
     drawn = {n: guide_trace[n]["value"] for n in structure.others}
-    trace = at_prior(model, structure, arguments, {**drawn, **given}, model_key)
+    at = structure, arguments, {**drawn, **given}, model_key
+    trace = at_prior(model, *at)
+    if batch is None and guide.model is not model:
+        _check_same(trace, at_prior(guide.model, *at), type(guide).__name__)
     params = {
         site["name"]: _numbers(site["name"], given.get(site["name"], site["value"]))
         for site in (*guide_trace.values(), *trace.values())
@@ -85,6 +90,30 @@ def initial_state(
     state = _state(settings, structure, guide, params, natural, key)
     state = state._replace(epochs=first_epochs(structure, passed))
     return state, params, seen, valid_observations(trace)
+
+
+def _check_same(own: Trace, of_guide: Trace, guide: str) -> None:
+    """Raise if the guide was made for another model.
+
+    :param own: a trace of the model.
+    :param of_guide: a trace of the guide's model.
+    :param guide: the name of its class.
+    """
+    kinds, expected = (
+        {
+            name: type(base_distribution(site["fn"])).__name__
+            for name, site in trace.items()
+            if site["type"] == "sample"
+        }
+        for trace in (own, of_guide)
+    )
+    for name in {**kinds, **expected}:
+        here, there = kinds.get(name, "missing"), expected.get(name, "missing")
+        if here != there:
+            raise ValueError(
+                f"the guide was made for another model, where site {name!r} is {there} "
+                f"and not {here}. Pass {guide}(model) of the same model"
+            )
 
 
 def check_start(
