@@ -122,3 +122,16 @@ def test_nodes_without_a_moment_are_left_out_if_they_weigh_nothing() -> None:
     expected = alone.log_prob(known)
     np.testing.assert_allclose(found.log_prob(known), expected, rtol=1e-4)
     assert not np.isfinite(mixture(0.1).log_prob(known)).any()
+
+
+def test_components_that_need_numbers() -> None:
+    """A multinomial takes its largest count out of the array, in no program."""
+    probs = jnp.array([[[0.2, 0.8], [0.5, 0.5]], [[0.3, 0.7], [1.0, 0.0]]])
+    counts = jnp.array([3, 4])
+    leaves, tree = jax.tree.flatten(dist.MultinomialProbs(probs[0], counts))
+    varies = tuple(x.ndim == 2 for x in leaves)
+    given = tuple(probs if v else x for v, x in zip(varies, leaves, strict=True))
+    mixture = PredictorMixture(given, jnp.array([0.0, 1.0]), tree, varies, (2,), (2,))
+    drawn = mixture.sample(jax.random.key(0), (3,))
+    np.testing.assert_array_equal(drawn.sum(-1), np.broadcast_to(counts, (3, 2)))
+    np.testing.assert_array_equal(drawn[:, 1, 1], 0)

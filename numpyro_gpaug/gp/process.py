@@ -157,7 +157,8 @@ class GaussianProcess(Displayed):
                 "plate, call it inside), or the inducing inputs changed in number "
                 "since the guide was set up or the fit made (pass them as an argument "
                 "or a param, not as rows of the data; for another number make a new "
-                "guide)."
+                "guide, which compiles anew: for data that grow, inducing inputs that "
+                "stay, such as a grid, do not)."
             )
 
     def _start_chain(self, inducing: Array | None, *others: Any) -> None:
