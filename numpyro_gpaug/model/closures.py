@@ -76,11 +76,15 @@ class Watched:
         self._versions: dict[bytes, Version] = {}
         self._last = b""
         self._counted = 0
+        # The number of contexts in which the model runs, see :meth:`running`.
+        self._inside = 0
         # Names of containers that the model itself changes when it runs.
         self.ignored: set[str] = set()
 
     def version(self) -> Version:
         """Return the version of the model, with the values that it reads now."""
+        if self._inside:
+            self.settle()
         content = self._read(self.model)
         if content not in self._versions:
             # Read from the beginning, so that an earlier version is recognised.
@@ -107,9 +111,11 @@ class Watched:
         self._counted = _RUNS[0]
         if version is not None and not found.same(version):
             self._refuse(version, found)
+        self._inside += settles
         try:
             yield found
         finally:
+            self._inside -= settles
             if settles:
                 self.settle()
 

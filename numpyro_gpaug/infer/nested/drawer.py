@@ -72,7 +72,8 @@ class Points(NamedTuple):
         hyperparameters to the density of the draw of the latents, (draws,).
     :param squares: squared lengths of the noise of each draw, without groups that are
         weighted separately, (draws,).
-    :param sites: values by name, (draws, ...); only the names for deterministic sites.
+    :param sites: values by name, (draws, ...); of some sites in a tuple, see
+        :class:`~numpyro_gpaug.infer.nested.programs.Drawn`.
     :param corner: with separate weights of groups, the border in coordinates that are
         standard normal under the Gaussian, (corners, K).
     """

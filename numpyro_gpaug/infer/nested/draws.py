@@ -57,8 +57,9 @@ class Run:
     :param data: the model's arguments.
     :param weighted: the draws of hyperparameters, and all weights.
     :param z: whitened latents, (n, draws, size).
-    :param values: values of all sites at the draws, by name, (n, draws, ...); only the
-        names for deterministic sites and whitened inducing values.
+    :param values: values of all sites at the draws, by name, (n, draws, ...); of
+        deterministic sites, and of whitened inducing values, in a tuple, which is empty
+        if they are large.
     :param clock: the times of the run.
     :param evaluations: the number of hyperparameters at which the Gaussian was fitted.
     :param width: the factor by which the proposal of latents is wider than the
@@ -103,29 +104,34 @@ class Run:
 
         :param deterministic: whether to include deterministic sites.
         """
-        wanted = deterministic and self._left_out
-        return self._chosen(np.arange(self.weighted.log_ratios.size), wanted)
+        return self._chosen(np.arange(self.weighted.log_ratios.size), deterministic)
 
     @property
-    def _left_out(self) -> set[str]:
+    def _hidden(self) -> set[str]:
         return {name for name, x in self.values.items() if isinstance(x, tuple)}
 
-    def _chosen(self, indices: np.ndarray, run: Any) -> Values:
+    def _chosen(self, indices: np.ndarray, deterministic: bool) -> Values:
         """Return values by site at some of the draws.
 
         :param indices: indices of the draws.
-        :param run: whether to run the model for them.
+        :param deterministic: whether to include hidden sites; the model runs for them
+            if they were not kept.
         """
         draws = self.weighted.log_ratios.shape[1]
-        if run:
+        hidden = self._hidden
+        if deterministic and not all(self.values[k] for k in hidden):
             flat = self.z.reshape(-1, self.z.shape[-1])
             return self.at(self.weighted.points[indices // draws], flat[indices])
-        hidden = self._left_out
         known = {k: x for k, x in self.values.items() if k not in hidden}
-        return {
+        if deterministic:
+            known |= {k: self.values[k][0] for k in hidden}
+        found = {
             k: jax.device_put(x.reshape(-1, *x.shape[2:])[indices])
             for k, x in known.items()
         }
+        if not deterministic:
+            return found
+        return self.programs.without_added(found, self.data)
 
     def at(self, points: np.ndarray, z: np.ndarray) -> Values:
         """Return values of the model's sites at draws.
@@ -142,7 +148,7 @@ class Run:
     def samples(self, num: int) -> Values:
         """Return equally weighted draws by site."""
         rng = np.random.default_rng(self.seed)
-        return self._chosen(self.weighted.resampled(num, rng), self._left_out)
+        return self._chosen(self.weighted.resampled(num, rng), True)
 
     def points(self) -> tuple[np.ndarray, np.ndarray]:
         """Hyperparameters, and the logarithms of their weights."""
@@ -173,8 +179,9 @@ class Run:
         return shares.ravel(), values, moments
 
     def shown(self, sites: dict[str, Array]) -> dict[str, np.ndarray]:
-        """The sites in a table: those whose values at draws were kept."""
-        return {k: np.asarray(x) for k, x in sites.items() if k not in self._left_out}
+        """The sites in a table: all but deterministic ones and whitened inducing
+        values."""
+        return {k: np.asarray(x) for k, x in sites.items() if k not in self._hidden}
 
     def table(self) -> dict[str, list[float]]:
         """Return moments and quantiles of every entry of every sample site."""

@@ -44,6 +44,9 @@ from numpyro_gpaug.model.whitened import whitened
 # The largest number of values that are held at once while draws are made.
 BUDGET = 2**21
 LARGEST_CHUNK = 64
+# The largest number of values that draws at one point keep of deterministic sites. With
+# more, the model runs again for the draws that are returned.
+KEPT = 2**14
 # The factor by which a run evaluates more expected log-likelihoods than a single fit.
 EVALUATIONS = 8
 # The increase in nats below which updates stop before draws. Draws are weighted
@@ -93,8 +96,8 @@ class Drawn(NamedTuple):
     :param total: log-density of data and latents minus the log-density of the draw,
         without the determinant; (draws,).
     :param lost: the rounding error of ``total``.
-    :param sites: values by name, (draws, ...); only the names for deterministic sites,
-        and for whitened inducing values, which may be as large as the data.
+    :param sites: values by name, (draws, ...); of deterministic sites, and of whitened
+        inducing values, in a tuple, which is empty if they are large.
     """
 
     log_prior: Array
@@ -375,7 +378,7 @@ class Programs:
                 own = 0.5 * jnp.square(noise) + jnp.log(width)
                 # Added up at once, because their sum is small.
                 sums = compensated_sum(jnp.concatenate([densities, own, prior]))
-                return *sums, self._latents(trace)
+                return *sums, self._kept(trace)
 
             weighed = jax.vmap(terms)(white, prior, noise, widths)
             return Drawn(log_prior, white, q.log_det[0] + view.prior.log_det, *weighed)
@@ -414,7 +417,7 @@ class Programs:
             # Latents of structures with groups are whitened.
             z, *sums = weigh_apart(
                 how, number, form, q, prior, lambda z: log_terms(z)[0],
-                lambda z: self._latents(log_terms(z)[1]), shift, *numbers,
+                lambda z: self._kept(log_terms(z)[1]), shift, *numbers,
             )  # fmt: skip
             return Drawn(log_prior, z, q.log_det[0] + prior.log_det, *sums)
 
@@ -470,7 +473,7 @@ class Programs:
                 densities, trace = log_terms(white)
                 rest = jnp.append(own, -mixed)
                 sums = compensated_sum(jnp.concatenate([densities, rest]))
-                return *sums, self._latents(trace)
+                return *sums, self._kept(trace)
 
             weighed = jax.vmap(terms)(z, white, own, widths)
             # The weights contain the volumes. This value shows only whether the
@@ -503,18 +506,26 @@ class Programs:
         found = lax.map(of_batch, places.reshape(-1, size))
         return jax.tree.map(lambda x: x.reshape(len(places), *x.shape[2:])[:num], found)
 
-    def _latents(self, trace: Trace, *, deterministic: bool = False) -> Values:
-        """Return values of all sites that are not observed; deterministic sites, and
-        whitened inducing values, which the whitened latents contain, are empty unless
-        they are requested."""
+    def _latents(self, trace: Trace) -> Values:
+        """Return values of all sites that are not observed."""
         observed = {site.name for site in self.structure.observed}
-        hidden = {f"{name}.v" for name in self.structure.functions}
         return {
             k: site["value"]
-            if deterministic or (site["type"] == "sample" and k not in hidden)
-            else ()
             for k, site in trace.items()
             if site["type"] in ("sample", "deterministic") and k not in observed
+        }
+
+    def _kept(self, trace: Trace) -> Values:
+        """Return :attr:`Drawn.sites` for one draw.
+
+        Whitened inducing values are hidden, because whitened latents contain them."""
+        found = self._latents(trace)
+        hidden = {f"{name}.v" for name in self.structure.functions}
+        hidden |= {k for k in found if trace[k]["type"] == "deterministic"}
+        leaves = jax.tree.leaves([found[k] for k in hidden if k in found])
+        few = self.num_draws * sum(map(jnp.size, leaves)) <= KEPT
+        return {
+            k: ((x,) if few else ()) if k in hidden else x for k, x in found.items()
         }
 
     def log_joint(self, point: Array, white: Array, data: Arguments) -> Array:
@@ -568,12 +579,17 @@ class Programs:
         :param z: whitened latents, (n, size).
         :param data: the model's arguments.
         """
-        found = self._at_draws(points, z, data)
-        if (added := data.static[-1]) is not None:
-            for name, axis in added.axes:
-                # In NumPy, because JAX would compile a program for each number of rows.
-                cut = (slice(None),) * (axis + 1) + (slice(int(data.arrays[-1])),)
-                found[name] = jnp.asarray(np.asarray(found[name])[cut])
+        return self.without_added(self._at_draws(points, z, data), data)
+
+    def without_added(self, sites: Values, data: Arguments) -> Values:
+        """Return values of sites, (draws, ...), without added rows."""
+        if (added := data.static[-1]) is None:
+            return sites
+        found = dict(sites)
+        for name, axis in added.axes:
+            # In NumPy, because JAX would compile a program for each number of rows.
+            cut = (slice(None),) * (axis + 1) + (slice(int(data.arrays[-1])),)
+            found[name] = jnp.asarray(np.asarray(found[name])[cut])
         return found
 
     def _sites(self, points: Array, z: Array, data: Arguments) -> Values:
@@ -585,8 +601,8 @@ class Programs:
         """
 
         def one(draw: tuple[Array, Array]) -> Values:
-            _, _, log_terms = self._at(draw[0], data)
-            return self._latents(log_terms(draw[1])[1], deterministic=True)
+            values, _ = self.hyper.values(draw[0], data)
+            return self._latents(self._log_terms(values, draw[1], data)[1])
 
         return self._each(one, (points, z))
 
