@@ -14,9 +14,10 @@ import numpyro
 from jax import Array, lax
 from jax.flatten_util import ravel_pytree
 from numpyro import handlers
-from numpyro.distributions import biject_to, constraints, transforms
+from numpyro.distributions import biject_to, constraints
 
 from numpyro_gpaug._numpyro import one_thread, residual_policy
+from numpyro_gpaug.infer.vi.plan import is_identity
 from numpyro_gpaug.math.compiling import few
 from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.closures import count_run
@@ -76,12 +77,6 @@ def transform_of(site: dict[str, Any]) -> Any:
     if site["type"] == "param":
         return biject_to(site["kwargs"].get("constraint", constraints.real))
     return biject_to(site["fn"].support)
-
-
-def _is_identity(transform: Any) -> bool:
-    while isinstance(transform, transforms.IndependentTransform):
-        transform = transform.base_transform
-    return isinstance(transform, transforms.IdentityTransform)
 
 
 def sizes(trace: Trace) -> Values:
@@ -185,7 +180,7 @@ class Hyperparameters:
         """Return constrained values in the form of the model, and unconstrained
         ones."""
         trace = self._trace(data, any_key(), data=values)
-        self.real = {k for k, site in trace.items() if _is_identity(transform_of(site))}
+        self.real = {k for k, site in trace.items() if is_identity(transform_of(site))}
         return {k: jnp.asarray(trace[k]["value"]) for k in self.names}, _free(trace)
 
     @one_thread

@@ -159,7 +159,7 @@ class Plan:
         """
 
         def leaves_range(name: str) -> bool:
-            if _is_identity(self.transforms[name]):
+            if is_identity(self.transforms[name]):
                 return False
             leaves = [np.asarray(x) for x in jax.tree.leaves(values[name])]
             return any(
@@ -231,7 +231,8 @@ def is_optax(optim: Any) -> bool:
     )
 
 
-def _is_identity(transform: Any) -> bool:
+def is_identity(transform: Any) -> bool:
+    """Whether a transform leaves values as they are."""
     while isinstance(transform, IndependentTransform):
         transform = transform.base_transform
     return isinstance(transform, IdentityTransform)
@@ -244,7 +245,7 @@ def free_numbers(values: Values, transforms: dict[str, Any]) -> int:
     :param values: unconstrained params.
     :param transforms: transforms to constrained params, by name.
     """
-    free = {k: v for k, v in values.items() if _is_identity(transforms[k])}
+    free = {k: v for k, v in values.items() if is_identity(transforms[k])}
     return sum(x.size for x in jax.tree.leaves(floats_of(free)))
 
 

@@ -100,7 +100,10 @@ class ConjugateResult(Displayed, SVIRunResult):
         # A search with a first-order phase learns hundreds of values.
         one = "converged"
         if search is not None and search.ascent:
-            one = "converged to one of many local optima (compare several starts)"
+            one = (
+                "converged to one of many local optima (compare held-out log_prob of "
+                "several starts: a bound does not count what a network learns by heart)"
+            )
         if self.stopped:
             return f"{one}: the bound stopped rising before the last step"
         found = convergence(losses)
