@@ -29,6 +29,7 @@ from numpyro_gpaug.diagnostics._run import (
 from numpyro_gpaug.guides import AutoLatentGaussian
 from numpyro_gpaug.guides.function_space import AutoFunctionSpaceGP
 from numpyro_gpaug.infer import NestedVI
+from numpyro_gpaug.likelihoods.counts import stable_log_prob
 from numpyro_gpaug.likelihoods.expectations import base_distribution
 from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.closures import watched
@@ -65,7 +66,7 @@ def tree_of_nested(key: Array, nested: NestedVI) -> DataTree:
                 continue
             if isinstance(base_distribution(site["fn"]), Unit):
                 continue
-            densities[name] = site["fn"].log_prob(site["value"])
+            densities[name] = stable_log_prob(site["fn"], site["value"])
             replicated[name] = replicate(site, random.fold_in(key, i))
         return densities, replicated, log_priors(trace, tops)
 

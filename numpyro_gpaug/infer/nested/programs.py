@@ -30,6 +30,7 @@ from numpyro_gpaug.infer.nested.bound import (
     moved_to,
 )
 from numpyro_gpaug.infer.nested.hyperparameters import Hyperparameters, compiled
+from numpyro_gpaug.likelihoods.counts import stable_log_prob
 from numpyro_gpaug.math.arrays import in_blocks, in_dtype_of
 from numpyro_gpaug.math.compiling import SMALL, jit
 from numpyro_gpaug.math.importance import compensated_sum
@@ -307,7 +308,7 @@ class Programs:
         terms = []
         for site in self.structure.observed:
             message = trace[site.name]
-            density = message["fn"].log_prob(message["value"])
+            density = stable_log_prob(message["fn"], message["value"])
             scale = message["scale"]
             density = density if scale is None else density * scale
             terms.append(jnp.ravel(density).astype(self.structure.dtype))
