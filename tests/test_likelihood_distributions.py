@@ -584,3 +584,5 @@ def test_densities_of_few_counts_have_the_derivatives_of_numpyros(x64) -> None:
             found = jax.value_and_grad(partial(density, stable_log_prob, make))(f)
             plain = jax.value_and_grad(partial(density, type(make(f)).log_prob, make))
             np.testing.assert_allclose(found, plain(f), rtol=1e-6, atol=1e-6)
+    none = jax.grad(lambda p: stable_log_prob(dist.Multinomial(5, probs=p), y[:2]))
+    np.testing.assert_allclose(none(jnp.array([0.0, 1.0])), [-5, 0], atol=1e-6)

@@ -48,7 +48,7 @@ def stable_log_prob(fn: Distribution, value: Any) -> Array:
 
 def _poisson(d: Any, y: Array) -> Array:
     rate = jnp.asarray(d.rate, y.dtype)
-    return _near(y, rate, jnp.log(rate)) - _remainder(y)
+    return _near(y, rate, _log(rate)) - _remainder(y)
 
 
 def _binomial(d: Any, y: Array) -> Array:
@@ -68,7 +68,7 @@ def _multinomial(d: Any, y: Array) -> Array:
         logs = jax.nn.log_softmax(d.logits)
         shares = jnp.exp(logs)
     else:
-        shares, logs = d.probs, jnp.log(d.probs)
+        shares, logs = d.probs, _log(d.probs)
     total = jnp.asarray(d.total_count, y.dtype)
     return _shared(total, *(jnp.moveaxis(x, -1, 0) for x in (y, shares, logs)))
 
@@ -82,6 +82,11 @@ def _shared(total: Array, counts: Any, shares: Any, logs: Any) -> Array:
     return _remainder(total) + sum(parts[1:], parts[0])
 
 
+def _log(x: Array) -> Array:
+    """Return a logarithm whose derivative at zero is zero, as data are zero there."""
+    return jnp.where(x > 0, jnp.log(jnp.where(x > 0, x, 1)), -jnp.inf)
+
+
 def _near(count: Array, mean: Array, log_mean: Array) -> Array:
     """Return ``count log(mean / count) - (mean - count)``, without cancellation where
     both are close."""
@@ -90,7 +95,7 @@ def _near(count: Array, mean: Array, log_mean: Array) -> Array:
     close = jnp.abs(change) < 0.5
     log = jnp.log1p(jnp.where(close, change, 0))
     log = jnp.where(close, log, log_mean - jnp.log(known))
-    return jnp.where(count > 0, count * (log - change), -mean)
+    return jnp.where(count > 0, known * (log - change), -mean)
 
 
 def _remainder(count: Array) -> Array:
