@@ -437,7 +437,7 @@ def test_the_summary_says_what_was_done(of_counts, capsys):
     assert "exact posterior" in " ".join(repr(of_counts).split())
 
 
-@pytest.mark.parametrize(("size", "expected"), [(1000, 8), (131_072, 4), (10**7, 2)])
+@pytest.mark.parametrize(("size", "expected"), [(1000, 8), (87_000, 6), (10**7, 4)])
 def test_fewer_draws_are_made_if_they_would_not_fit_into_memory(size, expected):
     form = SimpleNamespace(any_rows=False, independent=SimpleNamespace(groups=0))
     bound = SimpleNamespace(structure=SimpleNamespace(size=size, form=form))

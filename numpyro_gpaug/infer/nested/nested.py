@@ -53,7 +53,9 @@ from numpyro_gpaug.predict import Posterior
 # Draws of the latents at each point: by default, at most, and the largest number of
 # values in all of them. If they would not fit into a gigabyte, there are fewer.
 DRAWS, MOST_DRAWS, MOST_NUMBERS = 8, 32, 2**24
-FEWEST, GIGABYTE = 2, 2**28
+# From two draws, the widths of proposals cannot be compared, and in float32 rounding of
+# long chains makes weights uneven.
+FEWEST, GIGABYTE = 4, 2**28
 # The factor by which there are more draws if groups are weighted apart, because these
 # differ little in the border.
 MORE_APART = 4
@@ -118,7 +120,7 @@ class NestedVI(Displayed):
     :param num_samples: equally weighted draws that :meth:`get_samples` returns.
     :param num_points: number of hyperparameters to draw (512 give about 300 effective
         ones). If weights are uneven, up to eight times as many are drawn.
-    :param num_draws: draws of the latents at each. The default is 8, fewer (at least 2)
+    :param num_draws: draws of the latents at each. The default is 8, fewer (at least 4)
         if those of all points would not fit into a gigabyte, 16 if groups are weighted
         separately, and up to 32 if a dense Gaussian has more than a hundred latents:
         then weights are more uneven, and draws are cheap compared with the Gaussian.
