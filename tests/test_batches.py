@@ -16,7 +16,6 @@ import pytest
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.infer import load_state, save_state
 from numpyro_gpaug.infer.vi import batches as module
-from numpyro_gpaug.infer.vi import row_blocks
 from numpyro_gpaug.infer.vi.feeds import Given, Reader
 from tests.conftest import slow
 
@@ -60,7 +59,7 @@ def svi():
 @pytest.fixture
 def small(monkeypatch):
     """Compute in several blocks, and several groups of them, as with large data."""
-    monkeypatch.setattr(row_blocks, "BLOCK", 8)
+    monkeypatch.setattr("numpyro_gpaug.infer.vi.batches.BLOCK", 8)
     monkeypatch.setattr(module, "SHUFFLED", 20)
     monkeypatch.setattr(module, "PIECE", 10)
 

@@ -9,7 +9,7 @@ import numpyro.distributions as dist
 import pytest
 
 import numpyro_gpaug as gpaug
-from numpyro_gpaug.gaussians.blocks import AffineBlocks
+from numpyro_gpaug.gaussians.dense import AffineBlocks
 from numpyro_gpaug.infer.vi.differentiation import vjp
 from numpyro_gpaug.infer.vi.stepper import Stepper
 from numpyro_gpaug.likelihoods.expectations import predictive

@@ -263,9 +263,8 @@ def test_chunks_do_not_change_the_answer(x64, monkeypatch):
     Z = X[::4]
     params, _ = gaussian(X, y, Z)
     trees = [sparse_tree(regression)]
-    monkeypatch.setattr(
-        diagnostics._draws, "_BUDGET", 2 * 20 * 32
-    )  # chunks of 2, 2 and 1
+    # Chunks of 2, 2 and 1.
+    monkeypatch.setattr(diagnostics._run, "_BUDGET", 2 * 20 * 32)
     guide = gpaug.AutoSparseGP(regression)  # a new guide has a new program
     trees.append(draws(regression, params, X, y, guide=guide, Z=Z))
     for group in (

@@ -17,7 +17,7 @@ from scipy.special import expit
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug import PiecewiseLink
-from numpyro_gpaug.distributions.links._cells import knots
+from numpyro_gpaug.distributions.links.piecewise import knots
 from tests.conftest import assert_close, slow
 
 GOLDEN = json.loads(

@@ -1,27 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of models at draws of their latents, and draws from priors."""
+"""Runs of models at draws of their latents, and draws from priors: densities of latents
+and of observations, and replicated data."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable, Iterable
 from copy import copy
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro.distributions as dist
 from jax import Array, random
 from numpyro import handlers
 from numpyro.distributions import BinomialLogits, BinomialProbs, Distribution, Unit
 from numpyro.distributions.batch_util import promote_batch_shape
 from numpyro.infer.inspect import get_dependencies
 
-from numpyro_gpaug._numpyro import is_scanned, residual_policy
-from numpyro_gpaug.likelihoods.expectations import base_distribution, through_wrappers
+from numpyro_gpaug._numpyro import is_scanned, residual_policy, whole_plates
+from numpyro_gpaug.gaussians.base import selected as _selected
+from numpyro_gpaug.gp.conditional import Conditional
+from numpyro_gpaug.likelihoods.expectations import (
+    Route,
+    base_distribution,
+    is_pseudo,
+    lookup_expectation,
+    predictive,
+    through_wrappers,
+)
+from numpyro_gpaug.math.arrays import in_blocks
 from numpyro_gpaug.math.compiling import jit
 from numpyro_gpaug.model.arguments import Arguments, Model, Values
-from numpyro_gpaug.model.structure import Trace
+from numpyro_gpaug.model.closures import watched
+from numpyro_gpaug.model.expectation import of_site
+from numpyro_gpaug.model.inspect import inspect_model
+from numpyro_gpaug.model.latents import Structure
+from numpyro_gpaug.model.structure import Observed, Trace, remembered
+from numpyro_gpaug.model.view import NUM_NODES, ModelView
 
 
 def run(
@@ -204,3 +223,241 @@ def prior_groups(
         return {}
     prior, predicted = jax.tree.map(lambda x: np.asarray(x)[None], found)
     return {"prior": prior, "prior_predictive": predicted}
+
+
+# The largest number of values that are held at once while draws are evaluated: 64 MiB
+# in float32.
+_BUDGET = 2**24
+
+
+class Draws(NamedTuple):
+    """The outputs of the model at draws, by site; the first axis runs over draws.
+
+    :param scaled: log-likelihoods times the scales of their sites.
+    :param prior: the log prior density of all latents.
+    :param priors: that of each latent whose prior depends on no other.
+    """
+
+    deterministic: dict[str, Any]
+    replicated: dict[str, Any]
+    likelihoods: dict[str, Any]
+    scaled: dict[str, Any]
+    prior: Any
+    priors: dict[str, Any]
+
+
+class Evaluated(NamedTuple):
+    """The model at all draws.
+
+    :param draws: its outputs at the draws.
+    :param log_p: log joint density of each draw and the observations.
+    :param observed: observations by site, NaN where they are masked.
+    :param model: the programs that evaluated it.
+    """
+
+    draws: Draws
+    log_p: np.ndarray
+    observed: dict[str, np.ndarray]
+    model: Programs
+
+
+class Programs:
+    """Compiled programs for the draws of a guide, and for its model at the draws, for
+    arguments of one shape. Tracing records the kinds of sites."""
+
+    def __init__(
+        self, model: Model, guide: Model, structure: Structure, arguments: Arguments
+    ) -> None:
+        self.model, self.guide = model, guide
+        self.structure = structure
+        self.top_level = frozenset(top_level(model, arguments))
+        # Given a draw, weight vectors are known, and only the residuals of processes
+        # remain to be integrated.
+        self.given_weights = dataclasses.replace(structure, blocks=structure.processes)
+        self.delta: set[str] = set()
+        self.dims: dict[str, list[str]] = {}
+        self.factors: set[str] = set()
+        self.pseudo: set[str] = set()
+        self.draw: Any = jit(jax.vmap(self._draw, (None, None, 0)))
+        self.prior: Any = prior_sampler(model)
+        self.at: Any = jit(jax.vmap(self._at, (None, None, 0, None, 0), (0, None)))
+
+    def _draw(self, given: Arguments, params: Any, key: Array) -> tuple[Values, Array]:
+        """Return latents and their log density. Latents that the guide declares as
+        ``Delta`` are recorded, but this alone does not make a latent fixed: guides such
+        as ``AutoLowRank...`` draw an auxiliary vector and declare latents as ``Delta``s
+        whose ``log_density`` is the Jacobian. The sum over all sites of the guide is
+        then the density of the latents."""
+        args, kwargs = given.merge()
+        seeded = handlers.seed(handlers.substitute(self.guide, data=params), key)
+        trace = handlers.trace(seeded).get_trace(*args, **kwargs)
+        names = (*(b.site for b in self.structure.blocks), *self.structure.others)
+        fns = {n: base_distribution(trace[n]["fn"]) for n in names}
+        self.delta.update(n for n, fn in fns.items() if isinstance(fn, dist.Delta))
+        drawn = [site for site in trace.values() if site["type"] == "sample"]
+        return {n: trace[n]["value"] for n in names}, _log_density(drawn)
+
+    def _at(
+        self, given: Arguments, params: Any, key: Array, fixed: Any, drawn: Any
+    ) -> tuple[Draws, dict[str, tuple[Array, Array]]]:
+        """Return the outputs of the model at one draw, and the observations."""
+        values = {**params, **fixed, **drawn}
+        noise_key, bound_key, new_key = random.split(key, 3)
+        trace = run(self.model, given, noise_key, values, "noise")
+        self.dims = {k: names for k, s in trace.items() if (names := _plate_names(s))}
+        view = ModelView(self.given_weights, self.model, given, values, bound_key)
+        likelihoods = _log_likelihoods(view, {**fixed, **drawn})
+        deterministic = {
+            n: s["value"] for n, s in trace.items() if s["type"] == "deterministic"
+        }
+        observed, replicated, weighted = {}, {}, {}
+        new_keys = random.split(new_key, len(likelihoods) + 1)
+        for name, new_key in zip(likelihoods, new_keys, strict=False):
+            message = trace[name]
+            weighted[name] = scaled(likelihoods[name], message["scale"])
+            if isinstance(base_distribution(message["fn"]), dist.Unit):
+                self.factors.add(name)  # numpyro.factor is no density of an observation
+                continue
+            if is_pseudo(message["fn"]):
+                self.pseudo.add(name)
+            observed[name] = observations(message)
+            replicated[name] = replicate(message, new_key)
+        prior = _log_density([trace[n] for n in drawn])
+        priors = log_priors(trace, self.top_level & drawn.keys())
+        found = Draws(deterministic, replicated, likelihoods, weighted, prior, priors)
+        return found, observed
+
+    def numbers_held(self, shapes: Draws, fixed: Values) -> int:
+        """The number of values that the likelihoods of one draw need while they are
+        computed."""
+        size = sum(math.prod(s.shape[1:]) for s in jax.tree.leaves(shapes.likelihoods))
+        width = NUM_NODES
+        if not fixed.keys() >= set(self.structure.others):
+            # K_ZX differs between draws.
+            width += sum(math.prod(b.shape) for b in self.given_weights.blocks)
+        return max(1, size * width)
+
+
+# By model, guide and shapes of arguments. There are few, because each keeps its model
+# and guide alive.
+_CACHE: dict[Any, Programs] = {}
+_MAX_PROGRAMS = 8
+
+
+def programs_for(
+    model: Model,
+    guide: Model,
+    arguments: Arguments,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Programs:
+    """Return compiled programs, with a cache for the last few models and guides.
+
+    :param model: the model.
+    :param guide: its guide.
+    :param arguments: the model's arguments.
+    :param args: the positional arguments as passed.
+    :param kwargs: the keyword arguments as passed.
+    """
+
+    def made() -> Programs:
+        whole: Any = whole_plates(model)
+        structure = inspect_model(whole, *args, **kwargs)
+        return Programs(whole, guide, structure, arguments)
+
+    key = model, guide, arguments.shapes, watched(model).version()
+    return remembered(_CACHE, key, made, _MAX_PROGRAMS)
+
+
+def evaluated_at(
+    model: Programs,
+    arguments: Arguments,
+    params: Values,
+    keys: Array,
+    fixed: dict[str, np.ndarray],
+    drawn: dict[str, np.ndarray],
+) -> Evaluated:
+    """Evaluate the model at every draw, in chunks that bound the memory.
+
+    :param model: from :func:`programs_for`.
+    :param arguments: its arguments.
+    :param params: params of model and guide.
+    :param keys: random keys, one for each draw.
+    :param fixed: latents that are the same in all draws.
+    :param drawn: all other latents.
+    """
+    total = len(keys)
+    shapes, _ = model.at.plain.eval_shape(arguments, params, keys, fixed, drawn)
+    chunk = min(total, max(1, _BUDGET // model.numbers_held(shapes, fixed)))
+    observed: Values = {}
+
+    def at(chosen: np.ndarray) -> Draws:
+        block = {n: v[chosen] for n, v in drawn.items()}
+        part, seen = model.at(arguments, params, keys[chosen], fixed, block)
+        observed.update(seen)
+        return part
+
+    draws = in_blocks(at, total, chunk)
+    # In double precision, because the ratios are small differences of large sums.
+    log_p = draws.prior.astype(float) + sum(
+        v.astype(float).reshape(total, -1).sum(-1) for v in draws.scaled.values()
+    )
+    seen = {name: masked_as_nan(*x) for name, x in observed.items()}
+    return Evaluated(draws, log_p, seen, model)
+
+
+def _log_likelihoods(view: ModelView, latents: Any) -> Values:
+    """Return, for each observed site, the log density of each observation given the
+    draw."""
+    at, maps, selected = {}, view.maps(), view.selected()
+    for block in view.structure.blocks:
+        v = latents[block.site]
+        v = _selected(v if v.ndim > 1 else v[None], selected[block.name])
+        at[block.name] = maps[block.name].given(v)
+    means, spreads = view.predictors.moments(at)
+    carried = view.predictors.marginals(at)
+
+    def one(site: Observed) -> Array:
+        message = view.message(site.name)
+        fn, y = message["fn"], message["value"]
+        if site.route is Route.CONSTANT or not site.processes:
+            return fn.log_prob(y)
+        registered = lookup_expectation(type(base_distribution(fn))) is not None
+        if site.route is Route.CLOSED_FORM and registered and not is_pseudo(fn):
+            value = predictive(fn, *of_site(carried, site)).log_prob(y)
+            return through_wrappers(fn, lambda _: value)
+        return _mixture(view, site, means, spreads)
+
+    return {site.name: one(site) for site in view.structure.observed}
+
+
+def _mixture(
+    view: ModelView, site: Observed, means: dict[str, Array], spreads: dict[str, Array]
+) -> Array:
+    """Return :func:`_log_likelihoods` of a site without a closed form: by quadrature if
+    each observation depends on one latent, otherwise by draws. Without residuals, as
+    for a full process, both are exact."""
+    pseudo = len(site.processes) == 1 and is_pseudo(view.message(site.name)["fn"])
+    nodal = site._replace(route=Route.GAUSS_HERMITE) if pseudo else site
+    values, weights = view.at_nodes(nodal, means, spreads, random.key(0))
+    log_weights = jnp.log(weights).reshape((-1,) + (1,) * (values.ndim - 1))
+    return jax.nn.logsumexp(values + log_weights, 0)
+
+
+def _log_density(sites: list[dict[str, Any]]) -> Array:
+    terms = [scaled(s["fn"].log_prob(s["value"]), s["scale"]).sum() for s in sites]
+    return sum(terms[1:], terms[0]) if terms else jnp.zeros(())
+
+
+def _plate_names(site: dict[str, Any]) -> list[str]:
+    """Return the names of plates as names of dimensions; ArviZ names the remaining
+    axes."""
+    frames = {frame.dim: frame.name for frame in site.get("cond_indep_stack", ())}
+    if isinstance(site.get("fn"), Conditional):
+        # Rows are the first axis of function values, for any dim of their plate.
+        return [frames[-1]] if frames.keys() == {-1} else []
+    if site["type"] != "sample" or not frames:
+        return []
+    batch = site["fn"].batch_shape
+    axes = range(-len(batch), 0)
+    return [frames.get(d, f"{site['name']}_dim_{i}") for i, d in enumerate(axes)]

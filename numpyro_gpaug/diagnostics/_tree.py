@@ -15,13 +15,15 @@ from jax.typing import ArrayLike
 from numpyro.distributions import Unit
 
 from numpyro_gpaug.diagnostics._arviz import tree_of
-from numpyro_gpaug.diagnostics._draws import Evaluated, evaluated_at, programs_for
 from numpyro_gpaug.diagnostics._run import (
+    Evaluated,
+    evaluated_at,
     log_priors,
     masked_as_nan,
     observations,
     prior_groups,
     prior_sampler,
+    programs_for,
     replicate,
     run,
     top_level,

@@ -16,8 +16,7 @@ import numpyro.distributions as dist
 from jax import Array
 
 from numpyro_gpaug._numpyro import current_residual_policy
-from numpyro_gpaug.gaussians.blocks import AffineBlocks, affine_blocks
-from numpyro_gpaug.gaussians.dense import AffineMap
+from numpyro_gpaug.gaussians.dense import AffineBlocks, AffineMap, affine_blocks
 from numpyro_gpaug.gp.projection import Projected, Whitener, latent_first, lead, project
 from numpyro_gpaug.math.arrays import STATIC
 from numpyro_gpaug.math.blocks import rows_of_blocks

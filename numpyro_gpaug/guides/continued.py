@@ -19,8 +19,7 @@ from numpyro.distributions import constraints
 
 from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.gaussians.base import GaussianPrior, selected
-from numpyro_gpaug.gaussians.blocks import AffineBlocks
-from numpyro_gpaug.gaussians.dense import AffineMap, Moments, Prior
+from numpyro_gpaug.gaussians.dense import AffineBlocks, AffineMap, Moments, Prior
 from numpyro_gpaug.gaussians.pseudo_data import PseudoData, SeenPrior
 from numpyro_gpaug.gp.conditional import Conditional
 from numpyro_gpaug.gp.process import GaussianProcess

@@ -16,8 +16,8 @@ import numpyro.distributions as dist
 from jax import Array
 
 from numpyro_gpaug.distributions import HeteroscedasticNormal as Likelihood
+from numpyro_gpaug.distributions.mixtures import NoiseMixture
 from numpyro_gpaug.distributions.polya_gamma import PolyaGamma
-from numpyro_gpaug.distributions.real_mixtures import NoiseMixture
 from numpyro_gpaug.math.logistic import expected_log_sigmoid, expected_sigmoid
 from numpyro_gpaug.math.normal import LOG_2PI
 

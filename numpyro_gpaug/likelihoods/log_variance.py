@@ -8,7 +8,7 @@ import numpyro.distributions as dist
 from jax import Array
 
 from numpyro_gpaug.distributions.heteroscedastic_normal import LogVarianceNormal
-from numpyro_gpaug.distributions.real_mixtures import NoiseMixture
+from numpyro_gpaug.distributions.mixtures import NoiseMixture
 from numpyro_gpaug.math.normal import LOG_2PI
 
 from .contract import Parameters, moments, register

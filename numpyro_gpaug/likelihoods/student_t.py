@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpyro.distributions as dist
 from jax import Array, lax
 
-from numpyro_gpaug.distributions.real_mixtures import NormalStudentT
+from numpyro_gpaug.distributions.mixtures import NormalStudentT
 from numpyro_gpaug.math.blocks import by_elements
 
 from .contract import Augmentation, Conditionals, Parameters, register

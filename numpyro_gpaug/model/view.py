@@ -13,8 +13,7 @@ import jax.numpy as jnp
 from jax import Array, random
 
 from numpyro_gpaug.gaussians.base import Marginals
-from numpyro_gpaug.gaussians.blocks import AffineBlocks
-from numpyro_gpaug.gaussians.dense import AffineMap, Prior
+from numpyro_gpaug.gaussians.dense import AffineBlocks, AffineMap, Prior
 from numpyro_gpaug.gp.conditional import Conditional
 from numpyro_gpaug.likelihoods.expectations import Route, base_distribution
 from numpyro_gpaug.math.linalg import safe_sqrt

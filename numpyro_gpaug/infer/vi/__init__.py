@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Variational inference: closed-form updates, and losses for NumPyro's ``SVI``."""
 
-from numpyro_gpaug.infer.vi.batches import Batches, Blocks
+from numpyro_gpaug.infer.vi.batches import ArrowRows, Batches, Blocks
 from numpyro_gpaug.infer.vi.conjugate import ConjugateSVI
 from numpyro_gpaug.infer.vi.elbo import (
     TraceAnalytic_ELBO,
@@ -9,7 +9,6 @@ from numpyro_gpaug.infer.vi.elbo import (
     squared_wasserstein,
 )
 from numpyro_gpaug.infer.vi.result import ConjugateResult
-from numpyro_gpaug.infer.vi.row_blocks import ArrowRows
 from numpyro_gpaug.infer.vi.schedules import Adaptive, Constant, RobbinsMonro
 from numpyro_gpaug.infer.vi.state import ConjugateState, load_state, save_state
 from numpyro_gpaug.infer.vi.streams import Stream

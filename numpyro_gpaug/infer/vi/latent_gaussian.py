@@ -27,8 +27,8 @@ from numpyro_gpaug.gaussians.base import (
     scatter,
     selected,
 )
-from numpyro_gpaug.gaussians.blocks import AffineBlocks, afresh, kept
 from numpyro_gpaug.gaussians.chain import ChainPrior
+from numpyro_gpaug.gaussians.dense import AffineBlocks, afresh, kept
 from numpyro_gpaug.gaussians.pairs import PairedMap, factors_of
 from numpyro_gpaug.infer.vi.differentiation import split_floats
 from numpyro_gpaug.math.arrays import STATIC
