@@ -225,3 +225,17 @@ def test_so_has_an_error_of_a_prediction_in_blocks() -> None:
     with pytest.raises(TypeError, match=r"shapes for broadcasting: .7,., .6,."):
         posterior.predict_y(X[:7], offset[:6])
     close(posterior.predict_y(X[:7], offset[:7]).mean, whole[:7])
+
+
+def test_rows_are_predicted_at_once_where_the_model_contains_their_number() -> None:
+    def model(X, y=None, *, inducing=Z):
+        kernel = gpaug.kernels.SquaredExponential(1.0)
+        f = gpaug.GaussianProcess("f", kernel, inducing)(X)
+        with numpyro.plate("data", 20):
+            numpyro.sample("y", dist.Normal(f, 1.0), obs=y)
+
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), None)
+    y = X[:20, 0]
+    posterior = svi.posterior(svi.run(KEY, 2, X[:20], y, progress_bar=False))
+    assert posterior.leave_one_out(X[:20], y).mean.shape == (20,)
+    close(posterior.predict_y(X[:20]).mean, posterior.predict_f(X[:20]).mean)

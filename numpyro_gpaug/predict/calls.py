@@ -231,9 +231,12 @@ class Calls:
             # An error has the shapes that the user passed.
             with self._naming(arguments):
                 whole, _ = self._predictor.shapes_of(*given)
-            if not found:
+            if found:
+                return _joined(whole, found)
+            if rows > MAX_DENSE:
                 raise
-            return _joined(whole, found)
+            # The model contains its number of rows, as in plate("rows", 24).
+            return self._at_once(what, arguments, site)
 
     @contextmanager
     def _naming(self, arguments: Arguments) -> Iterator[None]:
