@@ -227,15 +227,20 @@ def test_so_has_an_error_of_a_prediction_in_blocks() -> None:
     close(posterior.predict_y(X[:7], offset[:7]).mean, whole[:7])
 
 
-def test_rows_are_predicted_at_once_where_the_model_contains_their_number() -> None:
+@pytest.mark.parametrize(
+    "by_rows", [lambda x: x[::-1], lambda x: x / len(x), lambda x: x[:20]],
+    ids=["order", "number", "fixed"],
+)  # fmt: skip
+def test_rows_that_depend_on_one_another_are_predicted_at_once(by_rows) -> None:
     def model(X, y=None, *, inducing=Z):
         kernel = gpaug.kernels.SquaredExponential(1.0)
         f = gpaug.GaussianProcess("f", kernel, inducing)(X)
-        with numpyro.plate("data", 20):
-            numpyro.sample("y", dist.Normal(f, 1.0), obs=y)
+        with numpyro.plate("data", len(by_rows(X))):
+            numpyro.sample("y", dist.Normal(f + by_rows(X[:, 0]), 1.0), obs=y)
 
     svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), None)
-    y = X[:20, 0]
-    posterior = svi.posterior(svi.run(KEY, 2, X[:20], y, progress_bar=False))
-    assert posterior.leave_one_out(X[:20], y).mean.shape == (20,)
-    close(posterior.predict_y(X[:20]).mean, posterior.predict_f(X[:20]).mean)
+    x, y = X[:20], X[:20, 0]
+    posterior = svi.posterior(svi.run(KEY, 2, x, y, progress_bar=False))
+    expected = posterior.predict_f(x).mean + by_rows(y)
+    close(posterior.predict_y(x).mean, expected)
+    assert posterior.leave_one_out(x, y).mean.shape == (20,)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -82,29 +83,46 @@ class Padding:
         if size == num or not rows:
             return arguments
         added = Added(size, frozenset(rows))
-        key = arguments.shapes, added
-        proved = remembered(self._proved, key, lambda: self._prove(arguments, added))
+        key, proof = (arguments.shapes, added), partial(self._prove, arguments, added)
+        proved = remembered(self._proved, key, partial(proof, num))
         if proved is None:  # the arguments may be wrong, so nothing follows for others
             return arguments
         family.rows = rows
         return arguments.with_rows(proved)
+
+    def proves(self, arguments: Arguments, block: Added) -> bool:
+        """Whether the model treats rows one by one. It is traced with the rows of one
+        block and of two, so that the proof is that of any number of rows.
+
+        :param arguments: arguments of the model, not traced.
+        :param block: the number of rows of a block.
+        """
+        two = block._replace(size=2 * block.size)
+        shapes = tuple(
+            (x.shape[1:] if i in block.which else x.shape, x.dtype)
+            for i, x in enumerate(arguments.arrays)
+        )
+        key = shapes, arguments.static, block
+        of_blocks = partial(self._prove, arguments, two, block.size)
+        return remembered(self._proved, key, of_blocks) is not None
 
     def clear(self) -> None:
         """Drop the proofs, for another model."""
         self._traced.clear()
         self._proved.clear()
 
-    def _prove(self, arguments: Arguments, added: Added) -> Added | None:
+    def _prove(self, arguments: Arguments, added: Added, num: int) -> Added | None:
         """Prove that rows are treated one by one, and have weights wherever data have
         them.
 
         :param arguments: arguments without added rows.
         :param added: the rows to add.
+        :param num: the number of rows that it is compared with.
         :return: ``added``, with the axes of deterministic sites; ``None`` without a
             proof.
         """
         # With weights, so that it is the same program except for the number of rows.
-        few = arguments.with_rows(added._replace(size=arguments.num_rows))
+        few = arguments.with_rows(added._replace(size=num))
         more = arguments.with_rows(added)
         try:
             first = self._trace(few)

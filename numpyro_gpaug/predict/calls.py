@@ -191,12 +191,15 @@ class Calls:
         # devices stay there. If the number of rows is an argument, it may be the size
         # of a plate.
         at_once = (
-            rows in (0, size)
+            is_traced(arguments)
+            or rows in (0, size)
             or rows in [x for _, x in arguments.static[1]]
             or (joint and rows <= MAX_DENSE)
             or (arguments.mesh is not None)
+            # Rows that depend on one another are no block of others.
+            or (rows <= MAX_DENSE and not self._predictor.rows_apart(*called, size))
         )
-        if is_traced(arguments) or at_once:
+        if at_once:
             predicted = self._padded if joint else self._at_once
             return self._explained(predicted(what, arguments, site), arguments)
         found = self._in_blocks(what, called, site, rows, size)
@@ -231,12 +234,9 @@ class Calls:
             # An error has the shapes that the user passed.
             with self._naming(arguments):
                 whole, _ = self._predictor.shapes_of(*given)
-            if found:
-                return _joined(whole, found)
-            if rows > MAX_DENSE:
+            if not found:
                 raise
-            # The model contains its number of rows, as in plate("rows", 24).
-            return self._at_once(what, arguments, site)
+            return _joined(whole, found)
 
     @contextmanager
     def _naming(self, arguments: Arguments) -> Iterator[None]:

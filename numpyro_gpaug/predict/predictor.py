@@ -28,7 +28,7 @@ from numpyro_gpaug.math.compiling import few
 from numpyro_gpaug.math.sharding import mesh_of_latents, on_mesh
 from numpyro_gpaug.math.threads import threads_for
 from numpyro_gpaug.model.affine import ROUNDING, check_groups
-from numpyro_gpaug.model.arguments import Arguments, Model, Values
+from numpyro_gpaug.model.arguments import Added, Arguments, Model, Values
 from numpyro_gpaug.model.closures import Version, watched
 from numpyro_gpaug.model.columns import Labels
 from numpyro_gpaug.model.jaxpr import dependence_on_arrays
@@ -199,6 +199,22 @@ class Predictor:
         """
         # Joint covariances take the cube of the number of rows.
         return self._padding(arguments, doubling=what not in ("joint", "draws"))
+
+    @one_thread
+    def rows_apart(
+        self, arguments: Arguments, by_row: tuple[bool, ...], size: int
+    ) -> bool:
+        """Whether the model treats rows one by one, so that they may be predicted in
+        blocks.
+
+        :param arguments: the model's arguments.
+        :param by_row: which arrays have one row per observation.
+        :param size: rows of a block.
+        """
+        which = frozenset(np.flatnonzero(by_row).tolist())
+        return self._padding.proves(
+            arguments, Added(max(size, arguments.num_rows + 1), which)
+        )
 
     @one_thread
     def fewer(
