@@ -299,12 +299,13 @@ class outside_plates:
 
 
 class whole_plates(Messenger):
-    """Run every plate over all of its members, for any ``subsample_size``."""
+    """Run every plate over all of its members, for any ``subsample_size``, which a
+    trace has in the plate's ``"infer"``."""
 
     def process_message(self, msg: dict[str, Any]) -> None:
         if msg["type"] == "plate":
-            size = msg["args"][0]
-            msg["args"] = (size, None)
+            size, subsample_size = msg["args"]
+            msg["args"], msg["infer"] = (size, None), {"subsample_size": subsample_size}
             msg["value"] = jax.numpy.arange(size)
 
 

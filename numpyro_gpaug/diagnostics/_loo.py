@@ -29,9 +29,8 @@ def loo(tree: DataTree, site: str | None = None, *, correct: bool = True) -> Any
 
     :param tree: a tree from :func:`to_datatree`; or one of MCMC draws, as
         :func:`arviz_base.from_numpyro` makes it with ``log_likelihood=True``.
-    Entries of ``observed_data`` that are NaN are not data: masked ones, and
-    missing ones of MCMC trees. The results leave them out.
-
+        Entries of ``observed_data`` that are NaN are not data: masked ones, and
+        missing ones of MCMC trees. The results leave them out.
     :param site: the observed site, if the model has several.
     :param correct: whether to reweight draws also from the guide to the posterior, by
         ``log_p`` and ``log_q``, not only from the posterior to the posterior without

@@ -91,8 +91,9 @@ class Padding:
         return arguments.with_rows(proved)
 
     def proves(self, arguments: Arguments, block: Added) -> bool:
-        """Whether the model treats rows one by one. It is traced with the rows of one
-        block and of two, so that the proof is that of any number of rows.
+        """Whether the model treats rows one by one, in blocks of any number of rows. It
+        is traced with the rows of one block and of two. A model whose plates draw
+        subsamples is trusted, because its fit takes rows in any order.
 
         :param arguments: arguments of the model, not traced.
         :param block: the number of rows of a block.
@@ -103,7 +104,7 @@ class Padding:
             for i, x in enumerate(arguments.arrays)
         )
         key = shapes, arguments.static, block
-        of_blocks = partial(self._prove, arguments, two, block.size)
+        of_blocks = partial(self._prove, arguments, two, block.size, blocks=True)
         return remembered(self._proved, key, of_blocks) is not None
 
     def clear(self) -> None:
@@ -111,13 +112,16 @@ class Padding:
         self._traced.clear()
         self._proved.clear()
 
-    def _prove(self, arguments: Arguments, added: Added, num: int) -> Added | None:
+    def _prove(
+        self, arguments: Arguments, added: Added, num: int, *, blocks: bool = False
+    ) -> Added | None:
         """Prove that rows are treated one by one, and have weights wherever data have
         them.
 
         :param arguments: arguments without added rows.
         :param added: the rows to add.
         :param num: the number of rows that it is compared with.
+        :param blocks: see :func:`~numpyro_gpaug.model.rows.rows_apart`.
         :return: ``added``, with the axes of deterministic sites; ``None`` without a
             proof.
         """
@@ -129,7 +133,9 @@ class Padding:
             other = remembered(self._traced, more.shapes, lambda: self._trace(more))
             if first.latent != other.latent:
                 return None
-            if not rows_apart(first.jaxpr, other.jaxpr):
+            if blocks and first.subsampled:
+                return added
+            if not rows_apart(first.jaxpr, other.jaxpr, blocks=blocks):
                 return None
             if not all(_in_plates(x, other.sites[k]) for k, x in first.sites.items()):
                 return None
@@ -149,6 +155,7 @@ class Padding:
         sites: dict[str, _SiteShapes] = {}
         computed: dict[str, Shape] = {}
         latent: dict[str, list[Shape]] = {}
+        subsampled: list[str] = []
         names = [str(i) for i in range(len(arguments.arrays))]
 
         def parts(arrays: dict[str, Any]) -> list[Any]:
@@ -162,6 +169,10 @@ class Padding:
                     scale = getattr(site["scale"], "shape", ())
                     weights = scale if site["is_observed"] else None
                     sites[name] = _SiteShapes(*shapes, weights)
+                if site["type"] == "plate" and site.get("infer", {}).get(
+                    "subsample_size"
+                ):
+                    subsampled.append(name)
                 if site["type"] == "deterministic":
                     computed[name] = np.shape(site["value"])
                 elif name not in sites and site["type"] in ("sample", "param"):
@@ -170,7 +181,8 @@ class Padding:
             return [part for site in trace.values() for part in _parts(site)]
 
         by_name = dict(zip(names, arguments.arrays, strict=True))
-        return _Traced(jaxpr_and_tree(parts, by_name)[0], sites, latent, computed)
+        jaxpr = jaxpr_and_tree(parts, by_name)[0]
+        return _Traced(jaxpr, sites, latent, computed, bool(subsampled))
 
 
 class _Family:
@@ -207,12 +219,14 @@ class _Traced(NamedTuple):
     :param sites: shapes of observed sites.
     :param latent: shapes of params and latents.
     :param computed: shapes of deterministic sites.
+    :param subsampled: whether plates would draw some of their members.
     """
 
     jaxpr: Any
     sites: dict[str, _SiteShapes]
     latent: dict[str, list[Shape]]
     computed: dict[str, Shape]
+    subsampled: bool
 
 
 def padded_size(num: int, parts: int = 1, grain: int = _GRAIN) -> int:

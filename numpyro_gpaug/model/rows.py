@@ -34,15 +34,17 @@ class _MixedError(Exception):
     """Rows depend on one another, or the programs differ."""
 
 
-def rows_apart(few: Any, many: Any) -> bool:
+def rows_apart(few: Any, many: Any, *, blocks: bool = False) -> bool:
     """Whether a function treats rows one by one, so that additional rows change no
     other row.
 
     :param few: its closed jaxpr at one number of rows.
     :param many: its closed jaxpr at another number.
+    :param blocks: whether it must also give the same in blocks of rows, which have
+        other extremes and other row numbers.
     """
     try:
-        _Pair(_row_sizes(few.jaxpr, many.jaxpr)).closed(few, many)
+        _Pair(_row_sizes(few.jaxpr, many.jaxpr), blocks=blocks).closed(few, many)
     except (_MixedError, ValueError):  # zip of tuples of different lengths
         return False
     return True
@@ -61,10 +63,16 @@ def _row_sizes(first: Any, second: Any) -> set[tuple[int, int]]:
 
 
 class _Pair:
-    """Two jaxprs that are read in parallel."""
+    """Two jaxprs that are read in parallel.
 
-    def __init__(self, sizes: set[tuple[int, int]]) -> None:
-        self._sizes = sizes
+    :param sizes: pairs of numbers of rows.
+    :param blocks: see :func:`rows_apart`.
+    """
+
+    def __init__(self, sizes: set[tuple[int, int]], *, blocks: bool) -> None:
+        self._sizes, self._blocks = sizes, blocks
+        # Row numbers, such as those of a plate, which most models do not use.
+        self._numbers: set[Any] = set()
 
     def closed(self, first: Any, second: Any) -> None:
         """Read two closed jaxprs; constants must be the same."""
@@ -108,8 +116,13 @@ class _Pair:
         shape = _SHAPES.get(a.primitive.name) if touched else None
         _demand(a.params.keys() == b.params.keys())
         inner = [self._param(a.params[k], b.params[k]) for k in a.params if k != shape]
+        if self._blocks and touched:
+            used = [x for x in a.invars if not isinstance(x, Literal)]
+            _demand(self._numbers.isdisjoint(used))
+            if a.primitive.name == "iota":
+                self._numbers.update(a.outvars)
         if touched and not any(inner):
-            _demand(_keeps_rows(a, ins, outs[0]))
+            _demand(_keeps_rows(a, ins, outs[0], blocks=self._blocks))
 
     def _param(self, x: Any, y: Any) -> bool:
         """Raise unless two params are the same. Return whether they contain a jaxpr."""
@@ -127,13 +140,16 @@ class _Pair:
         return True
 
 
-def _keeps_rows(eqn: Any, ins: list[int | None], out: int | None) -> bool:
+def _keeps_rows(
+    eqn: Any, ins: list[int | None], out: int | None, *, blocks: bool
+) -> bool:
     """Whether each row of an operation's result depends only on the same row of its
     operands.
 
     :param eqn: the equation.
     :param ins: axes over rows of its operands, ``None`` without.
     :param out: the axis over rows of its result.
+    :param blocks: see :func:`rows_apart`.
     """
     name, params, axis = eqn.primitive.name, eqn.params, ins[0] if ins else None
     if name == "iota":
@@ -168,7 +184,7 @@ def _keeps_rows(eqn: Any, ins: list[int | None], out: int | None) -> bool:
     if axis is None:
         return name == "broadcast_in_dim"
     if name in _IDEMPOTENT:
-        return True
+        return not blocks or axis not in params["axes"]
     if name in ALONG:
         return axis not in axes_of(eqn)
     if name == "broadcast_in_dim":
