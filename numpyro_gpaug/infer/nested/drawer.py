@@ -29,8 +29,6 @@ EACH = 8
 # A weight that is so many nats below the best is zero. One that is so many nats above
 # it is a rounding error.
 FAR, ABSURD = 200.0, 1e4
-# The largest loss of searches, in nats, that is not attributed to the spline.
-LARGEST_LEAST = 0.05
 
 
 def generator(key: Array, stream: int) -> np.random.Generator:
@@ -291,16 +289,13 @@ class Drawer:
     def _calibrated(self) -> bool:
         """Find the largest accepted value of the power function; return whether enough
         losses are known. Losses grow as the square of the error of the spline, which
-        the power function bounds up to a factor. Where it is smallest, losses are those
-        of searches: their rounding, and precisions that are not positive."""
+        the power function bounds up to a factor."""
         doubts, losses = np.array(self._doubts), np.array(self._losses)
         seen = np.isfinite(doubts) & np.isfinite(losses) & (doubts > 0)
         if seen.sum() < LEAST:
             return False
         order = np.argsort(doubts[seen])
         doubts, losses = doubts[seen][order], losses[seen][order]
-        least = np.median(losses[: -(-len(losses) // 2)])
-        losses = np.maximum(losses - min(least, LARGEST_LEAST), 0)
         factor = np.quantile(losses / doubts, SURE)
         # The largest error up to which enough of the losses are small, in all windows.
         small = np.convolve(losses <= ENOUGH, np.full(LEAST, 1 / LEAST), "valid")
