@@ -169,10 +169,10 @@ class Padding:
                     scale = getattr(site["scale"], "shape", ())
                     weights = scale if site["is_observed"] else None
                     sites[name] = _SiteShapes(*shapes, weights)
-                if site["type"] == "plate" and site.get("infer", {}).get(
-                    "subsample_size"
-                ):
-                    subsampled.append(name)
+                if site["type"] == "plate":
+                    chosen = site.get("infer", {}).get("subsample_size")
+                    if chosen not in (None, site["args"][0]):
+                        subsampled.append(name)
                 if site["type"] == "deterministic":
                     computed[name] = np.shape(site["value"])
                 elif name not in sites and site["type"] in ("sample", "param"):
