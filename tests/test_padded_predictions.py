@@ -9,6 +9,7 @@ import numpyro.distributions as dist
 import pytest
 
 import numpyro_gpaug as gpaug
+from numpyro_gpaug.predict import calls
 from tests.conftest import compilations
 
 KEY = jax.random.key(0)
@@ -236,7 +237,9 @@ def test_so_has_an_error_of_a_prediction_in_blocks() -> None:
     ids=["order", "number", "fixed", "row numbers", "extreme"],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:the model computes a sum")
-def test_rows_that_depend_on_one_another_are_predicted_at_once(by_rows) -> None:
+def test_rows_that_depend_on_one_another_are_not_predicted_in_blocks(
+    by_rows, monkeypatch
+) -> None:
     def model(X, y=None, *, inducing=Z):
         kernel = gpaug.kernels.SquaredExponential(1.0)
         f = gpaug.GaussianProcess("f", kernel, inducing)(X)
@@ -249,3 +252,9 @@ def test_rows_that_depend_on_one_another_are_predicted_at_once(by_rows) -> None:
     expected = posterior.predict_f(x).mean + by_rows(y)
     close(posterior.predict_y(x, batch_size=8).mean, expected)
     assert posterior.leave_one_out(x, y).mean.shape == (20,)
+    monkeypatch.setattr(calls, "MAX_DENSE", 19)
+    if np.array_equal(by_rows(x), x):
+        close(posterior.predict_y(x, batch_size=8).mean, expected)
+    else:
+        with pytest.raises(ValueError, match="blocks of 8 rows are wrong"):
+            posterior.predict_y(x, batch_size=8)

@@ -196,13 +196,18 @@ class Calls:
             or rows in [x for _, x in arguments.static[1]]
             or (joint and rows <= MAX_DENSE)
             or (arguments.mesh is not None)
-            # Rows that depend on one another are no block of others.
-            or (rows <= MAX_DENSE and not self._predictor.rows_apart(*called, size))
         )
-        if at_once:
+        proved = at_once or self._predictor.rows_apart(*called, size)
+        # Rows that depend on one another are no block of others.
+        if at_once or (rows <= MAX_DENSE and not proved):
             predicted = self._padded if joint else self._at_once
             return self._explained(predicted(what, arguments, site), arguments)
         found = self._in_blocks(what, called, site, rows, size)
+        if not proved:
+            # In another number, on which the model may depend, too.
+            chosen = np.linspace(0, rows - 1, size // 2 + 1).astype(int)
+            mixed = self._at_once(what, _taken(*called, chosen), site)
+            _check_mixed(found, mixed, chosen, size)
         return self._explained(found, arguments)
 
     def _in_blocks(
@@ -267,9 +272,41 @@ def _blocks(
     """
     for start in range(0, rows, size):
         chosen = np.minimum(np.arange(start, start + size), rows - 1)
-        pairs = zip(arguments.arrays, by_row, strict=True)
-        arrays: Any = (np.asarray(a)[chosen] if flag else a for a, flag in pairs)
-        yield arguments._replace(arrays=tuple(arrays))
+        yield _taken(arguments, by_row, chosen)
+
+
+def _taken(arguments: Arguments, by_row: tuple[bool, ...], chosen: Any) -> Arguments:
+    """Return arguments with the chosen rows."""
+    pairs = zip(arguments.arrays, by_row, strict=True)
+    arrays: Any = (np.asarray(a)[chosen] if flag else a for a, flag in pairs)
+    return arguments._replace(arrays=tuple(arrays))
+
+
+def _check_mixed(
+    whole: Any, mixed: Any, chosen: np.ndarray[Any, Any], size: int
+) -> None:
+    """Raise if rows have another prediction beside rows from everywhere than in blocks
+    of neighbours.
+
+    :param whole: the prediction of all rows.
+    :param mixed: the prediction of some rows.
+    :param chosen: their indices.
+    :param size: the rows of a block.
+    """
+    for all_rows, few in zip(*map(jax.tree.leaves, (whole, mixed)), strict=True):
+        sizes = zip(all_rows.shape, few.shape, strict=True)
+        axis = next((i for i, (n, m) in enumerate(sizes) if n != m), None)
+        if axis is None:
+            continue
+        same = np.take(np.asarray(all_rows), chosen, axis)
+        rounding = 1e-3 * np.nanmax(np.abs(same), initial=0)
+        if not np.allclose(same, few, rtol=0, atol=rounding, equal_nan=True):
+            raise ValueError(
+                "the model computes with all its rows (a mean, an order, their "
+                f"number), so its predictions in blocks of {size} rows are wrong. Pass "
+                f"batch_size={all_rows.shape[axis]} to predict all rows at once, or "
+                "pass such quantities to the model as arguments"
+            )
 
 
 def _joined(whole: Any, blocks: list[Any]) -> Any:
