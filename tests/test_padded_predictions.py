@@ -253,7 +253,7 @@ def test_rows_that_depend_on_one_another_are_not_predicted_in_blocks(
     close(posterior.predict_y(x, batch_size=8).mean, expected)
     assert posterior.leave_one_out(x, y).mean.shape == (20,)
     monkeypatch.setattr(calls, "MAX_DENSE", 19)
-    if np.array_equal(by_rows(x), x):
+    if np.array_equal(by_rows(y), y):
         close(posterior.predict_y(x, batch_size=8).mean, expected)
     else:
         with pytest.raises(ValueError, match="blocks of 8 rows are wrong"):
