@@ -23,7 +23,7 @@ from numpyro_gpaug.math.quadrature import gaussian_nodes, log_gamma_nodes, peake
 
 
 class CountMixture(Elementwise):
-    """Counts with a latent log-odds ``f ~ N(loc, spread)`` integrated out.
+    """Counts with a latent log-odds ``f ~ N(loc, loc_variance)`` integrated out.
 
     It is a finite mixture with separate nodes for each count, near the mode of its
     likelihood: fixed nodes do not resolve the peak of a large count. Sampling draws the
@@ -31,14 +31,14 @@ class CountMixture(Elementwise):
 
     :param other: the other parameter of the likelihood.
     :param loc: mean of the latent.
-    :param spread: its variance, >= 0. All have the batch shape.
+    :param loc_variance: its variance, >= 0. All have the batch shape.
     :param mean: mean of the counts.
     :param variance: variance of the counts.
     """
 
     other: Array = parameter(constraints.nonnegative)
     loc: Array = parameter(constraints.real)
-    spread: Array = parameter(constraints.nonnegative)
+    loc_variance: Array = parameter(constraints.nonnegative)
     mean: Array = parameter(constraints.dependent)
     variance: Array = parameter(constraints.dependent)
     support = constraints.nonnegative_integer
@@ -68,12 +68,12 @@ class CountMixture(Elementwise):
 
         :param value: the value, which broadcasts with the batch shape.
         """
-        other, loc, spread, *_ = self._arrays()
+        other, loc, loc_variance, *_ = self._arrays()
         y = jnp.floor(jnp.asarray(value, loc.dtype))
         # As a function of the latent it falls where the likelihood of y peaks.
         counted = jnp.maximum(y, 0)
         centre, width, _ = self.turn(other, counted)
-        nodes, log_weights = gaussian_nodes(loc, spread, centre, width)
+        nodes, log_weights = gaussian_nodes(loc, loc_variance, centre, width)
         falls = self.at_most(other[..., None], counted[..., None], nodes)
         return jnp.where(y < 0, 0, (jnp.exp(log_weights) * falls).sum(-1))
 
@@ -82,22 +82,22 @@ class CountMixture(Elementwise):
 
     def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
         latent_key, key = random.split(key)
-        other, loc, spread, *_ = self._arrays()
+        other, loc, loc_variance, *_ = self._arrays()
         # Not batch_shape, which still has the old axes under vmap over a distribution.
         noise = random.normal(latent_key, (*sample_shape, *loc.shape), loc.dtype)
         # NumPyro's negative binomial computes exp(-logits), which must be finite.
         largest = -0.9 * math.log(jnp.finfo(loc.dtype).tiny)
-        logits = jnp.clip(loc + jnp.sqrt(spread) * noise, -largest, largest)
+        logits = jnp.clip(loc + jnp.sqrt(loc_variance) * noise, -largest, largest)
         return self.likelihood(other, logits).sample(key)
 
     @validate_sample
     def log_prob(self, value: ArrayLike) -> Array:
-        other, loc, spread, *_ = self._arrays()
+        other, loc, loc_variance, *_ = self._arrays()
         y = jnp.asarray(value, loc.dtype)
         centre, width, constant = self.turn(other, y)
         fixed = lax.stop_gradient((other, y))
         nodes, log_weights = peaked_nodes(
-            lambda f: self.exponent(*fixed, f), loc, spread, centre, width
+            lambda f: self.exponent(*fixed, f), loc, loc_variance, centre, width
         )
         exponent = self.exponent(other[..., None], y[..., None], nodes)
         return constant + jax.nn.logsumexp(log_weights + exponent, axis=-1)
@@ -175,7 +175,7 @@ class NormalLaplace(Elementwise):
     """The sum of a normal and a Laplace variable.
 
     :param loc: mean of the sum.
-    :param spread: variance of the normal, >= 0.
+    :param loc_variance: variance of the normal, >= 0.
     :param scale: scale of the Laplace variable, > 0. All three broadcast to the batch
         shape.
 
@@ -188,7 +188,7 @@ class NormalLaplace(Elementwise):
     """
 
     loc: Array = parameter(constraints.real)
-    spread: Array = parameter(constraints.nonnegative)
+    loc_variance: Array = parameter(constraints.nonnegative)
     scale: Array = parameter(constraints.positive)
     support = constraints.real
 
@@ -198,13 +198,13 @@ class NormalLaplace(Elementwise):
 
     @property
     def variance(self) -> Array:
-        _, spread, scale = self._arrays()
-        return spread + 2 * jnp.square(scale)
+        _, loc_variance, scale = self._arrays()
+        return loc_variance + 2 * jnp.square(scale)
 
     def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
-        keys, (loc, spread, scale) = random.split(key), self._arrays()
+        keys, (loc, loc_variance, scale) = random.split(key), self._arrays()
         shape, dtype = (*sample_shape, *loc.shape), loc.dtype
-        smooth = jnp.sqrt(spread) * random.normal(keys[0], shape, dtype)
+        smooth = jnp.sqrt(loc_variance) * random.normal(keys[0], shape, dtype)
         return loc + smooth + scale * random.laplace(keys[1], shape, dtype)
 
     @validate_sample
@@ -216,8 +216,8 @@ class NormalLaplace(Elementwise):
 
     def _in_units(self, value: ArrayLike) -> tuple[Array, Array]:
         """Return distance and variance of the normal, in units of the scale."""
-        loc, spread, scale = self._arrays()
-        square = spread / jnp.square(scale)
+        loc, loc_variance, scale = self._arrays()
+        square = loc_variance / jnp.square(scale)
         distance = (jnp.asarray(value) - loc) / scale
         return distance, jnp.maximum(square, jnp.finfo(loc.dtype).eps ** 3)
 
@@ -373,7 +373,7 @@ class NormalStudentT(RealMixture):
 
     :param df: degrees of freedom, > 0.
     :param loc: mean of the sum.
-    :param spread: variance of the normal, >= 0.
+    :param loc_variance: variance of the normal, >= 0.
     :param scale: scale of the Student-t variable, > 0. All broadcast to the batch
         shape.
 
@@ -387,7 +387,7 @@ class NormalStudentT(RealMixture):
 
     df: Array = parameter(constraints.positive)
     loc: Array = parameter(constraints.real)
-    spread: Array = parameter(constraints.nonnegative)
+    loc_variance: Array = parameter(constraints.nonnegative)
     scale: Array = parameter(constraints.positive)
 
     @property
@@ -398,20 +398,20 @@ class NormalStudentT(RealMixture):
     @property
     def variance(self) -> Array:
         # As in NumPyro, infinite for df <= 2, and NaN for df <= 1.
-        df, _, spread, scale = self._arrays()
-        finite = spread + jnp.square(scale) * df / jnp.where(df > 2, df - 2, 1.0)
+        df, _, loc_variance, scale = self._arrays()
+        finite = loc_variance + jnp.square(scale) * df / jnp.where(df > 2, df - 2, 1.0)
         return jnp.where(df > 2, finite, jnp.where(df > 1, jnp.inf, jnp.nan))
 
     def components(self, *parameters: Array) -> tuple[Array, dist.Distribution]:
-        df, loc, spread, scale = (x[..., None] for x in parameters)
+        df, loc, loc_variance, scale = (x[..., None] for x in parameters)
         x, log_weights = log_gamma_nodes(0.5 * parameters[0])
-        noise = jnp.sqrt(spread + jnp.square(scale) * jnp.exp(-x))
+        noise = jnp.sqrt(loc_variance + jnp.square(scale) * jnp.exp(-x))
         return log_weights, dist.Normal(loc, noise)
 
     def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
-        keys, (df, loc, spread, scale) = random.split(key), self._arrays()
+        keys, (df, loc, loc_variance, scale) = random.split(key), self._arrays()
         shape, dtype = (*sample_shape, *loc.shape), loc.dtype
-        smooth = jnp.sqrt(spread) * random.normal(keys[0], shape, dtype)
+        smooth = jnp.sqrt(loc_variance) * random.normal(keys[0], shape, dtype)
         return loc + smooth + scale * random.t(keys[1], df, shape, dtype)
 
 
@@ -423,16 +423,16 @@ class NoiseMixture(RealMixture):
     defines the function.
 
     :param loc: mean of the function values.
-    :param spread: their variance, >= 0.
+    :param loc_variance: their variance, >= 0.
     :param latent: mean of the latent.
-    :param latent_spread: its variance, >= 0.
+    :param latent_variance: its variance, >= 0.
     :param other: other parameters of the noise. All have the batch shape.
     """
 
     loc: Array = parameter(constraints.real)
-    spread: Array = parameter(constraints.nonnegative)
+    loc_variance: Array = parameter(constraints.nonnegative)
     latent: Array = parameter(constraints.real)
-    latent_spread: Array = parameter(constraints.nonnegative)
+    latent_variance: Array = parameter(constraints.nonnegative)
     other: Array = parameter(constraints.real)
 
     def log_noise(self, latent: Array, other: Array) -> Array:
@@ -444,15 +444,19 @@ class NoiseMixture(RealMixture):
         return self._arrays()[0]
 
     def components(self, *parameters: Array) -> tuple[Array, dist.Distribution]:
-        loc, spread, *latent, other = parameters
+        loc, loc_variance, *latent, other = parameters
         nodes, log_weights = gaussian_nodes(*latent)
         noise = self.log_noise(nodes, other[..., None])
-        return log_weights, normal_of_noise(loc, spread, noise)
+        return log_weights, normal_of_noise(loc, loc_variance, noise)
 
     def density(self, y: Array, *parameters: Array) -> Array:
-        def given(f: Array, y: Array, loc: Array, spread: Array, *rest: Array) -> Array:
+        def given(
+            f: Array, y: Array, loc: Array, loc_variance: Array, *rest: Array
+        ) -> Array:
             noise = self.log_noise(f, rest[-1])[..., None]
-            return normal_of_noise(loc, spread, noise).log_prob(y[..., None])[..., 0]
+            return normal_of_noise(loc, loc_variance, noise).log_prob(y[..., None])[
+                ..., 0
+            ]
 
         fixed = lax.stop_gradient((y, *parameters))
         nodes, log_weights = peaked_nodes(lambda f: given(f, *fixed), *parameters[2:4])
@@ -461,8 +465,8 @@ class NoiseMixture(RealMixture):
 
     def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
         keys = random.split(key)
-        loc, spread, latent, latent_spread, other = self._arrays()
+        loc, loc_variance, latent, latent_variance, other = self._arrays()
         shape, dtype = (*sample_shape, *loc.shape), loc.dtype
-        f = latent + jnp.sqrt(latent_spread) * random.normal(keys[0], shape, dtype)
+        f = latent + jnp.sqrt(latent_variance) * random.normal(keys[0], shape, dtype)
         noise = self.log_noise(f, other)[..., None]
-        return normal_of_noise(loc, spread, noise).sample(keys[1])[..., 0]
+        return normal_of_noise(loc, loc_variance, noise).sample(keys[1])[..., 0]
