@@ -107,13 +107,13 @@ class TableClassifier:
         few = X.shape[1] <= FEW
         self._learn(apart=few)
         if not few and len(X) >= ROWS * X.shape[1]:
-            alike = self._svi, self.result_
+            alike = self._svi, self.result_, self._given
             self._learn(apart=True)
             gained = float(alike[1].losses[-1] - self.result_.losses[-1])
             if not gained > GAIN * X.shape[1]:
-                self._svi, self.result_ = alike
+                self._svi, self.result_, self._given = alike
         if self._unexplained() > UNEXPLAINED:
-            self._learn(apart="relative" in self._medians(), more=MORE)
+            self._learn(apart=self._given["apart"], more=MORE)
         self.posterior_ = self._svi.posterior(self.result_)
         self._probabilities = tempered(self.posterior_, self._X, self._codes)
         return self

@@ -35,6 +35,15 @@ def test_choices_of_lengthscales_and_inducing_inputs(checkers, monkeypatch):
     assert classifier.score(X[200:], y[200:]) > 0.7
 
 
+def test_separate_lengthscales_that_do_not_pay(checkers, monkeypatch):
+    """The fit before is kept whole: its lengthscale was once read as several."""
+    monkeypatch.setattr(tables, "FEW", 3)
+    monkeypatch.setattr(tables, "GAIN", np.inf)
+    X, y = checkers
+    classifier = TableClassifier(num_inducing=60, steps=2).fit(X[:60], y[:60])
+    assert classifier.predict_proba(X[60:]).shape == (180, 2)
+
+
 @pytest.mark.slow
 def test_boosting_is_named_where_it_is_better():
     X = RNG.uniform(0, 1, (300, 3))
