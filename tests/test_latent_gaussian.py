@@ -670,10 +670,19 @@ def test_codes_are_checked_however_they_index():
         with numpyro.plate("data", N):
             numpyro.sample("y", dist.Poisson(jnp.exp(b[group, school])), obs=y)
 
+    def treated(t, group, y=None):
+        with numpyro.plate("groups", 3):
+            b = numpyro.sample("b", dist.Normal(0, 1))
+        effect = jnp.where(group == 0, 0.0, b[group - 1] * t)
+        with numpyro.plate("data", N):
+            numpyro.sample("y", dist.Poisson(jnp.exp(effect)), obs=y)
+
     structure_of(slopes, T, GROUP, COUNTS)
     structure_of(nested, GROUP % 2, GROUP, COUNTS)
+    structure_of(treated, T, GROUP, COUNTS)
     for model, args in (
         (slopes, (T, GROUP + 1)),
+        (treated, (T, GROUP + 1)),
         (nested, (GROUP % 2, GROUP + 1)),
         (nested, (GROUP % 2 + 1, GROUP)),
     ):

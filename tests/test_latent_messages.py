@@ -61,9 +61,17 @@ def held_apart(t, y=None):
         numpyro.sample("y", dist.Poisson(jnp.exp(b * t)), obs=y)
 
 
+def log_normal(t, y=None):
+    level = numpyro.sample("level", dist.Normal(0, 1))
+    with numpyro.plate("data", len(t)):
+        rate = numpyro.sample("rate", dist.LogNormal(level, 1))
+        numpyro.sample("y", dist.Poisson(rate), obs=y)
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
+        (log_normal, "the prior of 'rate' .* function of a Normal .*TransformReparam"),
         (no_latent, "no Gaussian latent for AutoLatentGaussian: .*dist.Normal"),
         (held_apart, "no Gaussian latent .*'b' is not: its density is scaled"),
     ],

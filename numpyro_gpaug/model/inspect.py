@@ -511,7 +511,8 @@ class Reading:
                 return {s: f"it is in the scale of {name!r}" for s in sources}
         for name, fn in self.parts.others.items():
             if sources := _sources(fn.tree[0]) - self._processes:
-                return {s: f"the prior of {name!r} depends on it" for s in sources}
+                how = _transformed(fn.tree[0], name)
+                return {s: f"the prior of {name!r} depends on it{how}" for s in sources}
         for name in self._survey.observed:
             if reason := self.observed(name).reason:
                 sources = _sources(self.parts.densities[name]) - self._processes
@@ -609,6 +610,20 @@ class Reading:
             Route.EXPONENTIAL if form else Route.GAUSS_HERMITE, reason=reason,
             factor=cls is dist.Unit, columns=apart.columns, indexed=apart.indexed,
         )  # fmt: skip
+
+
+def _transformed(fn: Any, name: str) -> str:
+    """Return how to make a latent a function of a Gaussian one, if it can be.
+
+    :param fn: its distribution.
+    """
+    while isinstance(fn, dist.ExpandedDistribution | dist.Independent):
+        fn = fn.base_dist
+    if not isinstance(fn, dist.TransformedDistribution):
+        return ""
+    if not isinstance(fn.base_dist, dist.Normal):
+        return ""
+    return f". Write {name!r} as a function of a Normal (reparam.TransformReparam)"
 
 
 def _instead(reason: str) -> str:

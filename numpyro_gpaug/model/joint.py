@@ -580,7 +580,7 @@ class Codes:
                 "guide was set up. Pass the observations to init or run"
             )
         found = view.gathers()
-        gathers = tuple(g._replace(indices=None, raw=()) for g, _ in found)
+        gathers = tuple(g._replace(indices=None, raw=(), kept=None) for g, _ in found)
         misfit = jnp.asarray(view.misfit)
         parts = [jnp.ravel(x).astype(int) for _, three in found for x in three]
         extremes = jnp.concatenate([jnp.zeros(0, int), *parts])

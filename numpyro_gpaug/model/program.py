@@ -16,11 +16,21 @@ from jax.extend.core import Literal
 
 from numpyro_gpaug.math.compiling import once
 from numpyro_gpaug.model.arguments import Arguments
-from numpyro_gpaug.model.jaxpr import COPIES, MOVES, Leaf, Reader, State, jaxpr_and_tree
+from numpyro_gpaug.model.jaxpr import (
+    COPIES,
+    ELEMENTWISE,
+    LINEAR,
+    MOVES,
+    Leaf,
+    Reader,
+    State,
+    jaxpr_and_tree,
+)
 from numpyro_gpaug.model.listing import Listing, execute
 from numpyro_gpaug.model.structure import run_model
 
 _INDEX_MOVES = MOVES | COPIES | {"concatenate", "stack"}
+_BY_ENTRY = ELEMENTWISE | LINEAR | {"mul", "div"}
 
 
 class Gather(NamedTuple):
@@ -30,12 +40,16 @@ class Gather(NamedTuple):
     :param sizes: the number of places along each coordinate of the indices.
     :param indices: the variable of the indices, coordinates last.
     :param raw: variables of the indices before negative ones are wrapped.
+    :param kept: the condition of a ``jnp.where`` that drops other entries, such as the
+        effect of a reference group: its variable, its value for entries that are kept,
+        and the axes of the entries that have no index.
     """
 
     name: str
     sizes: tuple[int, ...]
     indices: Any
     raw: tuple[int, ...]
+    kept: tuple[int, bool, tuple[int, ...]] | None = None
 
     def bad(self, values: Any) -> str | None:
         """Return a description of invalid indices, ``None`` if all are valid.
@@ -57,18 +71,30 @@ class Gather(NamedTuple):
             )
         return None
 
-    @staticmethod
-    def extremes(indices: Any, raw: list[Any]) -> tuple[Any, Any, Any]:
+    @property
+    def variables(self) -> list[Any]:
+        """The variables that :meth:`extremes` takes the values of."""
+        return [self.indices, *self.raw, *([] if self.kept is None else self.kept[:1])]
+
+    def extremes(self, indices: Any, *others: Any) -> tuple[Any, Any, Any]:
         """Return the least and largest index by coordinate, and the least before
         wrapping.
 
         :param indices: values of the variable.
-        :param raw: values of the variables before wrapping.
+        :param others: values of the other :attr:`variables`.
         """
+        raw = [*others]
+        if self.kept is not None:
+            kept = (raw.pop() == self.kept[1]).any(self.kept[2])
+            indices = jnp.where(kept[..., None], indices, 0)
+            raw = [
+                jnp.where(kept.reshape(x.shape), x, 0) if x.size == kept.size else x
+                for x in raw
+            ]
         # Known numbers are compared without compilation.
         traced = any(isinstance(x, Tracer) for x in (indices, *raw))
         xp: Any = jnp if traced else np
-        flat, *raw = (xp.asarray(x) for x in (indices, *raw))
+        flat, *raw = [xp.asarray(x) for x in (indices, *raw)]
         flat = flat.reshape(-1, flat.shape[-1])
         least = xp.stack([xp.zeros((), int), *(x.min().astype(int) for x in raw)])
         return flat.min(0), flat.max(0), least.min()
@@ -98,11 +124,17 @@ class Program(Listing):
         leaves = [Output(x, self.value(x).state) for x in outputs]
         self.outputs = jax.tree.unflatten(treedef, leaves)
         self.makers = {k: op for op in self.operations for k in op.results}
+        self._returned = {x for x in outputs if not isinstance(x, Literal)}
+        self._using: dict[int, list[Any]] = {}
+        for operation in self.operations:
+            for x in operation.operands:
+                if not isinstance(x, Literal):
+                    self._using.setdefault(x, []).append(operation)
 
     def gathers(self) -> Iterator[Gather]:
         """Iterate over the inputs that are indexed by numbers that depend on no
         input."""
-        for eqn, operands, _ in self.operations:
+        for eqn, operands, results in self.operations:
             if eqn.primitive.name != "gather" or self.depends(operands[1]):
                 continue
             axes = eqn.params["dimension_numbers"].start_index_map
@@ -111,24 +143,25 @@ class Program(Listing):
             sizes = tuple(shape[a] - slices[a] + 1 for a in axes)
             if names and sizes:
                 raw = tuple(self._before_wrapping(operands[1]))
-                yield Gather(names[-1], sizes, operands[1], raw)
+                kept = self._kept(results[0])
+                yield Gather(names[-1], sizes, operands[1], raw, kept)
 
     def reached(self) -> list[tuple[Gather, tuple[Any, Any, Any]]]:
         """Return the indexed inputs, with the ranges of their indices."""
         found, gathers = [], []
         for gather in self.gathers():
             codes = self._codes(gather.indices)
-            if codes is None or len(gather.sizes) > 1:
+            if codes is None or len(gather.sizes) > 1 or gather.kept is not None:
                 gathers.append(gather)
             else:
-                found.append((gather, gather.extremes(codes[..., None], [codes])))
-        wanted = [x for gather in gathers for x in (gather.indices, *gather.raw)]
+                found.append((gather, gather.extremes(codes[..., None], codes)))
+        wanted = [x for gather in gathers for x in gather.variables]
         operations = self.between(wanted, ())
 
         def extremes(known: dict[int, Any]) -> list[Any]:
             values = iter(execute(operations, wanted, known))
             return [
-                gather.extremes(next(values), [next(values) for _ in gather.raw])
+                gather.extremes(*(next(values) for _ in gather.variables))
                 for gather in gathers
             ]
 
@@ -137,6 +170,26 @@ class Program(Listing):
         # In one program, because each single operation would compile another one.
         ranges = once(extremes, known) if operations else extremes(known)
         return found + list(zip(gathers, ranges, strict=True))
+
+    def _kept(self, variable: int) -> tuple[int, bool, tuple[int, ...]] | None:
+        """Return :attr:`Gather.kept` of the result of a gather."""
+        numbers = self.makers[variable].eqn.params["dimension_numbers"]
+        shape = self.avals[variable].shape
+        while True:
+            using = self._using.get(variable, [])
+            if len(using) != 1 or variable in self._returned:
+                return None
+            eqn, operands, results = using[0]
+            if eqn.primitive.name == "select_n" and len(operands) == 3:
+                test, *cases = operands
+                here = [x == variable for x in cases]
+                known = not isinstance(test, Literal) and not self.depends(test)
+                if known and sum(here) == 1 and self.avals[test].shape == shape:
+                    return test, here[1], numbers.offset_dims
+            same = len(results) == 1 and self.avals[results[0]].shape == shape
+            if eqn.primitive.name not in _BY_ENTRY or not same:
+                return None
+            (variable,) = results
 
     def _codes(self, variable: Any) -> np.ndarray | None:
         """Return the codes behind indices, as numbers: they are indices themselves if
