@@ -54,6 +54,13 @@ def no_latent(t, y=None):
         numpyro.sample("y", dist.Normal(0.0, scale), obs=y)
 
 
+def constant(t, y=None):
+    b = numpyro.sample("b", dist.Normal(0, 1))
+    a = numpyro.sample("a", dist.Delta(1.5))
+    with numpyro.plate("data", len(t)):
+        numpyro.sample("y", dist.Poisson(jnp.exp(a * b * t)), obs=y)
+
+
 def held_apart(t, y=None):
     with numpyro.handlers.scale(scale=2.0):
         b = numpyro.sample("b", dist.Normal(0, 1))
@@ -72,6 +79,7 @@ def log_normal(t, y=None):
     ("model", "message"),
     [
         (log_normal, "the prior of 'rate' .* function of a Normal .*TransformReparam"),
+        (constant, "'a' is a constant, dist.Delta. Use numpyro.deterministic"),
         (no_latent, "no Gaussian latent for AutoLatentGaussian: .*dist.Normal"),
         (held_apart, "no Gaussian latent .*'b' is not: its density is scaled"),
     ],

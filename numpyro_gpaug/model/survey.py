@@ -174,7 +174,13 @@ class Survey:
         """Note a latent that may have a Gaussian of its own.
 
         :param called: names of the processes that are called, by site.
+        :raises NotConjugateError: for a constant.
         """
+        if isinstance(base_distribution(site["fn"]), dist.Delta):
+            raise NotConjugateError(
+                f"the latent site {name!r} is a constant, dist.Delta. Use "
+                "numpyro.deterministic"
+            )
         if site["fn"].is_discrete:
             self.discrete.append(name)
         if name not in called and name == f"{site['infer'].get('process')}.v":
