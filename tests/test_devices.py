@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from numpyro.infer import SVI
@@ -131,30 +130,6 @@ def collectives(text):
             ]
             found.append((match[2], sum(sizes)))
     return found
-
-
-@pytest.mark.slow  # rows in memory are quick
-@pytest.mark.parametrize(
-    ("source", "what", "optim"),
-    [
-        (gpaug.Batches, "advance_batches", optax.adam(0.02)),
-        (gpaug.Blocks, "sums", "lbfgs"),
-        (gpaug.Blocks, "slopes", "lbfgs"),
-    ],
-)
-def test_batches_that_are_read_are_shared_out(source, what, optim):
-    """The rows are the same, and the sums those of full data, for any batch."""
-    rows, size = 1280, 640
-    X, y, _ = data(rows)
-    read = source((X, y), size)
-    how = {"Z": X[:8], "optim": optim, "steps": 6, "what": what}
-    _, alone, nothing = fit(process, gpaug.AutoSparseGP, (read,), **how)
-    _, result, found = fit(process, gpaug.AutoSparseGP, (read,), mesh=mesh_of(), **how)
-    assert nothing == []
-    np.testing.assert_allclose(result.losses, alone.losses, rtol=2e-5)
-    assert {kind for kind, _ in found} == {"all-reduce"}
-    # All messages together have less than one number per row of a batch.
-    assert sum(size for _, size in found) < 4 * size
 
 
 def test_batches_that_cannot_be_shared_out():

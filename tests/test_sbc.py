@@ -201,24 +201,14 @@ def herds(herd, total, y=None):
 
 
 @pytest.mark.slow
-def test_nested_runs_are_calibrated() -> None:
+@pytest.mark.parametrize("given_data", [False, True])
+def test_nested_runs_are_calibrated(given_data) -> None:
     herd, total = jnp.arange(15) % 5, jnp.full(15, 6)
+    y = jnp.arange(15) % 6 if given_data else jnp.zeros(15, int)
     found = sbc(
-        herds, KEY, 60, herd, total, jnp.zeros(15, int),
+        herds, KEY, 60, herd, total, y,
         fit=lambda model: gpaug.NestedVI(model, num_points=128, progress_bar=False),
-        progress_bar=False,
-    )  # fmt: skip
-    assert not found.failures
-    assert found.table["p"].min() > 0.01 / len(found.table)
-
-
-@pytest.mark.slow
-def test_nested_runs_are_calibrated_around_their_data() -> None:
-    herd, total = jnp.arange(15) % 5, jnp.full(15, 6)
-    found = sbc(
-        herds, KEY, 60, herd, total, jnp.arange(15) % 6,
-        fit=lambda model: gpaug.NestedVI(model, num_points=128, progress_bar=False),
-        given_data=True, progress_bar=False,
+        given_data=given_data, progress_bar=False,
     )  # fmt: skip
     assert not found.failures
     assert found.table["p"].min() > 0.01 / len(found.table)
