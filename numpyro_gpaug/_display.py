@@ -18,13 +18,6 @@ Rows = Sequence[tuple[str, ...]]
 _SHOWN = 6
 
 
-# Methods of a posterior, for which newcomers look elsewhere.
-_OF_POSTERIORS = (
-    "average", "leave_one_out", "leave_out", "log_prob", "predict_f", "predict_y",
-    "print_summary", "sample", "summary",
-)  # fmt: skip
-
-
 def of_posterior(where: str) -> Callable[[Any, str], Any]:
     """Return a ``__getattr__`` whose error names the object that predicts.
 
@@ -32,8 +25,10 @@ def of_posterior(where: str) -> Callable[[Any, str], Any]:
     """
 
     def missing(self: Any, name: str) -> Any:
-        has = f": {where}.{name} has it" if name in _OF_POSTERIORS else ""
-        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{has}")
+        raise AttributeError(
+            f"{type(self).__name__} has no attribute {name!r}. {where} predicts, and "
+            "has summaries"
+        )
 
     return missing
 

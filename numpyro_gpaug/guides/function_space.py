@@ -31,7 +31,7 @@ from numpyro_gpaug.math.linalg import precise, safe_sqrt, solve_lower
 from numpyro_gpaug.math.whitening import cholesky_of_sums
 from numpyro_gpaug.model.arguments import Model, Values
 from numpyro_gpaug.model.latents import Structure
-from numpyro_gpaug.model.structure import Block, conditional_of, fill
+from numpyro_gpaug.model.structure import Block, fill
 from numpyro_gpaug.model.view import ModelView
 
 
@@ -148,7 +148,7 @@ class AutoFunctionSpaceGP(ProcessGuide):
                 f"plates {drawn} draw a batch, and Predictive would draw different "
                 "ones for guide and model. Predict with Posterior.from_guide"
             )
-        return conditional_of(trace, block)
+        return trace[block.name]["fn"]
 
     def median(self, params: Values) -> Values:
         """Return posterior medians of the latents of the other autoguide. Medians of

@@ -30,13 +30,7 @@ from numpyro_gpaug.math.linalg import precise
 from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.inspect import warn_of_points
 from numpyro_gpaug.model.latents import Structure
-from numpyro_gpaug.model.structure import (
-    Block,
-    Trace,
-    conditional_of,
-    flat_functions,
-    run_model,
-)
+from numpyro_gpaug.model.structure import Block, Trace, flat_functions, run_model
 from numpyro_gpaug.model.view import prior_of
 
 
@@ -153,7 +147,7 @@ class AutoSparseGP(ConjugateGuide):
         if not processes:
             return {}
         trace = self.flat_trace(values, args, kwargs)
-        return {b.name: conditional_of(trace, b).gp.factor for b in processes}
+        return {b.name: trace[b.name]["fn"].gp.factor for b in processes}
 
     def _is_preconditioned(self, block: Block) -> bool:
         return self.covariance == "preconditioned" and block.is_process

@@ -121,22 +121,6 @@ def coded(name: str, value: Any, known: tuple[str, ...] | None) -> Any:
     return _column(name, np.asarray(value), known)[0]
 
 
-def numbers(name: str, value: Any) -> Any:
-    """Return a column of numbers as an array, and anything else as it is.
-
-    :param name: the name of the value, for messages.
-    :raises TypeError: for text, dates and categories, whose codes only a fit has.
-    """
-    if not is_column(value):
-        return value
-    if _categories(value) is not None:
-        raise TypeError(
-            f"{name} is a column of categories. Pass its codes in the fit; "
-            "posterior.log_prob(X, y) takes categories"
-        )
-    return _numbers(name, value)
-
-
 def is_column(value: Any) -> bool:
     """Whether an argument is a column, or a table, of another library."""
     return hasattr(value, "to_numpy") and not hasattr(value, "addressable_shards")

@@ -51,7 +51,6 @@ from numpyro_gpaug.model.structure import (
     Block,
     Observed,
     any_key,
-    conditional_of,
     flat_functions,
     run_model,
 )
@@ -103,7 +102,7 @@ class Dependencies:
                 k: x for k, x in found.others.items() if k not in values
             }
             for block in processes:
-                f = conditional_of(trace, block)
+                f = trace[block.name]["fn"]
                 gp = f.gp.loadings, f.gp.bias
                 priors[block.name] = f.mean, f.prior_variance, f.projection, gp
             return found, priors

@@ -550,7 +550,7 @@ class JointPredictiveView(JointView):
             if site.route is Route.CORRELATED:
                 found[site.name] = self._node_error(site, q)
                 continue
-            split = self._split(site)
+            split = Split(self._program, self.frontiers[site.name])
             numbers = self._program.run(list(split.frontier.fixed), {})
             at = self._marginals(roots, q, self._indices.get(site.name))
             differences = rule_differences(partial(split.outputs, numbers), at)
@@ -586,9 +586,6 @@ class JointPredictiveView(JointView):
         mean, variance = (x[0].reshape(shape) for x in map_.marginals(q))
         pairs = (jnp.asarray(x) for x in pair_places(site, [shape]))
         return mean, variance, map_.covariances(q, *pairs)[0]
-
-    def _split(self, site: Observed) -> Split:
-        return Split(self._program, self.frontiers[site.name])
 
 
 def _checksum(flat: Array) -> Array:

@@ -254,8 +254,3 @@ def without_gaussians(model: Callable[..., Any], structure: Any) -> Callable[...
         return None
 
     return handlers.substitute(flat_functions(model), substitute_fn=filled)
-
-
-def conditional_of(trace: Trace, block: Block) -> Conditional:
-    """Return the conditional distribution of a Gaussian process's function values."""
-    return trace[block.name]["fn"]

@@ -27,13 +27,7 @@ from numpyro_gpaug.model.expectation import (
 )
 from numpyro_gpaug.model.latents import Structure
 from numpyro_gpaug.model.observations import check_shape
-from numpyro_gpaug.model.structure import (
-    Block,
-    Observed,
-    Trace,
-    conditional_of,
-    run_model,
-)
+from numpyro_gpaug.model.structure import Block, Observed, Trace, run_model
 
 NUM_NODES = 32
 
@@ -113,22 +107,23 @@ class ModelView(View):
         def run(at: dict[str, Array]) -> tuple[dict[str, Array], Any]:
             trace = self.trace(at)
             traces.append(trace)
-            likelihoods = {}
+            predictors, likelihoods = {}, {}
             for site in structure.observed:
                 message = trace[site.name]
                 if message["is_observed"]:
                     check_shape(site.name, message)
                 parts = message["fn"], message["value"], message["scale"]
                 likelihoods[site.name] = Likelihood(parts)
-            return predictor_values(structure, trace), likelihoods
+                base = base_distribution(message["fn"])
+                for k in site.latents:
+                    predictors[f"{site.name}/{k}"] = jnp.asarray(getattr(base, k))
+            return predictors, likelihoods
 
         values, push, likelihoods = jax.linearize(run, zeros, has_aux=True)
         # The parts of it that are read do not depend on the inputs of the
         # linearisation.
         (trace,) = traces
-        outputs = {
-            b.name: conditional_of(trace, b).outputs for b in structure.processes
-        }
+        outputs = {b.name: trace[b.name]["fn"].outputs for b in structure.processes}
         sources = structure.sources()
         columns = {
             b.name: tuple(k for k, names in sources.items() if b.name in names)
@@ -146,7 +141,7 @@ class ModelView(View):
     def conditional(self, block: Block) -> Conditional:
         """Return the distribution of a process's function values given its inducing
         vector."""
-        return conditional_of(self._run.trace, block)
+        return self._run.trace[block.name]["fn"]
 
     def message(self, site: str) -> dict[str, Any]:
         """Return the message of a sample site, at function values of zero."""
@@ -308,14 +303,3 @@ def prior_of(block: Block, trace: Trace) -> Prior:
     )
     rows = (-1, block.shape[-1])
     return Prior(loc.reshape(rows), scale.reshape(rows))
-
-
-def predictor_values(structure: Structure, trace: Trace) -> dict[str, Array]:
-    """Return every latent-carrying parameter in a trace, by ``"site/parameter"``."""
-    return {
-        f"{site.name}/{k}": jnp.asarray(
-            getattr(base_distribution(trace[site.name]["fn"]), k)
-        )
-        for site in structure.observed
-        for k in site.latents
-    }

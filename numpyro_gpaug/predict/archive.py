@@ -36,7 +36,7 @@ from numpyro_gpaug.model.structure import Block, Leaves, Observed, run_model
 from numpyro_gpaug.predict.arguments import FitArguments, Range
 from numpyro_gpaug.predict.mixture import Fitted, Members
 from numpyro_gpaug.predict.predictor import Predictor, predictor_for
-from numpyro_gpaug.predict.summary import SiteMoments
+from numpyro_gpaug.predict.summary import KnownSites, SiteMoments
 
 # -- models ---------------------------------------------------------------------------
 
@@ -257,17 +257,6 @@ def pack(tree: Any, path: str, arrays: dict[str, np.ndarray]) -> Any:
     )
 
 
-def leaves_apart(values: Values) -> Values:
-    """Return params in the form in which they are saved: a param with its own tree
-    structure (a network) is saved as its leaves, and the code that declares it restores
-    the structure."""
-
-    def saved(value: Any) -> Any:
-        return value if _is_plain(value) else Leaves(tuple(jax.tree.leaves(value)))
-
-    return {name: saved(value) for name, value in values.items()}
-
-
 def unpack(packed: dict[str, Any], arrays: dict[str, Array]) -> Any:
     """Return the tree that :func:`pack` described.
 
@@ -349,17 +338,13 @@ class SavedFit(NamedTuple):
     :param predictor: the model, and the posterior of function values by its guide.
     :param fitted: the fitted quantities.
     :param arguments: the description of the arguments of the fit.
-    :param sites: posteriors of jointly Gaussian latents, by name.
-    :param marks: a checksum of their factors.
-    :param rule_errors: errors of quadrature, by site.
+    :param known: moments of the Gaussian sites, and numbers of the same fit.
     """
 
     predictor: Predictor
     fitted: Fitted
     arguments: FitArguments
-    sites: dict[str, SiteMoments]
-    marks: dict[str, Array]
-    rule_errors: dict[str, float]
+    known: KnownSites
 
     def description(self) -> Description:
         """Return :func:`~numpyro_gpaug.predict.archive.describe` at the first
@@ -397,14 +382,19 @@ def write_fit(path: str | PathLike[str], fit: SavedFit) -> None:
     values, _, members = fit.fitted
     kept = fit.arguments._asdict()
     parts = {
-        "values": leaves_apart(values),
+        # A param with its own tree (a network) is saved as its leaves. The code that
+        # declares it restores the tree.
+        "values": {
+            k: x if _is_plain(x) else Leaves(tuple(jax.tree.leaves(x)))
+            for k, x in values.items()
+        },
         "arguments": kept.pop("kwargs"),
         **plain({k: x for k, x in kept.items() if k != "data"}),
         "moments": _listed(fit.predictor.moments(fit.fitted)),
         "members": members and members._asdict() | {"own": _listed(members.own)},
-        "sites": {k: _arrays(m) for k, m in fit.sites.items()},
-        "marks": fit.marks,
-        "rule_errors": fit.rule_errors,
+        "sites": {k: _arrays(m) for k, m in fit.known.moments.items()},
+        "marks": fit.known.marks,
+        "rule_errors": fit.known.rule_errors,
         "structure": plain(Parts.of(fit.predictor.structure)),
         "function_posterior": type(fit.predictor.function_posterior).__name__,
     }
@@ -448,19 +438,14 @@ def read_fit(
                 _members(structure, found.members),
             )  # fmt: skip
             predictor = predictor_for(guide, model, structure)
-        fit = SavedFit(
-            predictor,
-            fitted,
-            FitArguments(
-                found.arguments, *(getattr(found, k) for k in FitArguments._fields[1:])
-            ),
-            {k: _site(*m) for k, m in found.sites.items()},
-            found.marks,
-            found.rule_errors,
-        )  # fmt: skip
+        kept = (getattr(found, k) for k in FitArguments._fields[1:])
+        sites = {k: _site(*m) for k, m in found.sites.items()}
+        known = KnownSites(sites, found.marks, found.rule_errors)
+        arguments = FitArguments(found.arguments, *kept)
+        fit = SavedFit(predictor, fitted, arguments, known)
         with in_dtype_of(fitted):
             by_params = type(guide.function_posterior) is not InducingPosterior
-            check_whole(structure, fitted, fit.sites, by_params=by_params)
+            check_whole(structure, fitted, sites, by_params=by_params)
         contents.check()
     if found.model is not None:
         with refusing(f"{path} does not fit the model given"), in_dtype_of(fitted):

@@ -33,16 +33,19 @@ class Calls:
     :param predictor: the model, and the posterior of function values by its guide.
     :param fitted: the fitted quantities.
     :param arguments: the description of the arguments of the fit.
-    :ivar marks: a checksum of the factors of jointly Gaussian latents of the fit.
+    :param marks: a checksum of the factors of jointly Gaussian latents of the fit.
     """
 
     def __init__(
-        self, predictor: Predictor, fitted: Fitted, arguments: FitArguments
+        self,
+        predictor: Predictor,
+        fitted: Fitted,
+        arguments: FitArguments,
+        marks: dict[str, Array],
     ) -> None:
         self._predictor, self._fitted = predictor, fitted
-        self._arguments = arguments
+        self._arguments, self.marks = arguments, marks
         self._prepared: Prepared | None = None
-        self.marks: dict[str, Array] = {}
 
     def unobserved(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

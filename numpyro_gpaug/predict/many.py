@@ -236,11 +236,12 @@ class Posteriors(
             raise ValueError(f"no fit is finite: {Counter(self.verdicts)}")
         model, number = self._predictor.model, len(self)
         given = Responses.split(model, args, kwargs, over, number)
-        # The arguments that posteriors keep from the fits, and their descriptions.
-        kept = self._fit_kept(int(good[0]))
         first = Arguments.split(*given.one(int(good[0])))
         which, static = given.which, first.static
         described = self.posterior(int(good[0])).arguments
+        # Keyword arguments that posteriors keep from their fits, and that differ.
+        own, flags = self._responses.kwargs, self._responses.over[1]
+        kept = {k: own[k] for k in described.kwargs if any(jax.tree.leaves(flags[k]))}
 
         def one(arrays: tuple[Array, ...], each: tuple[Fitted, Any]) -> Ordered:
             fitted, own = each
@@ -256,20 +257,10 @@ class Posteriors(
             return in_blocks(
                 lambda places: program(
                     given.arrays(places),
-                    (self._at(places), {k: x[places] for k, x in kept.items()}),
+                    jax.tree.map(lambda x: x[places], (self._fits.fitted, kept)),
                 ).tree,
                 number, self._fits.lanes,
             )  # fmt: skip
-
-    def _at(self, places: np.ndarray) -> Fitted:
-        return jax.tree.map(lambda x: x[places], self._fits.fitted)
-
-    def _fit_kept(self, first: int) -> Values:
-        """Return keyword arguments of the fits that predictions keep, and that differ
-        between responses."""
-        kwargs, flags = self._responses.kwargs, self._responses.over[1]
-        kept = self.posterior(first).arguments.kwargs
-        return {k: kwargs[k] for k in kept if any(jax.tree.leaves(flags[k]))}
 
     def _display(self) -> tuple[str, Rows]:
         counts = Counter(self.verdicts)

@@ -38,10 +38,15 @@ from numpyro_gpaug.predict.archive import SavedFit, read_fit, write_fit
 from numpyro_gpaug.predict.arguments import FitArguments
 from numpyro_gpaug.predict.averages import Averages, Contrast, Of, Question
 from numpyro_gpaug.predict.calls import Calls
-from numpyro_gpaug.predict.columns import taking_columns
 from numpyro_gpaug.predict.mixture import Fitted, FunctionValues, WithoutData
 from numpyro_gpaug.predict.predictor import Predictor, predictor_for
-from numpyro_gpaug.predict.summary import SiteMoments, printed, table
+from numpyro_gpaug.predict.summary import (
+    NO_SITES,
+    KnownSites,
+    SiteMoments,
+    printed,
+    table,
+)
 
 if TYPE_CHECKING:
     import pandas
@@ -98,6 +103,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         same model and guide share its compiled programs.
     :param fitted: params and point values of other latents, and the Gaussian blocks.
     :param arguments: a description of the arguments of the fit.
+    :param known: moments of the Gaussian sites, and numbers of the same fit.
 
     All methods stream over rows in blocks of ``batch_size``, or of 128 for few rows.
     After :class:`~numpyro_gpaug.AutoSparseGP` blocks are padded to one shape: any
@@ -113,15 +119,18 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
     """
 
     def __init__(
-        self, predictor: Predictor, fitted: Fitted, arguments: FitArguments
+        self,
+        predictor: Predictor,
+        fitted: Fitted,
+        arguments: FitArguments,
+        known: KnownSites = NO_SITES,
     ) -> None:
         self._predictor = predictor
         self._fitted = fitted
         self._fit_arguments = arguments
-        self._calls = Calls(predictor, fitted, arguments)
-        self._sites: dict[str, SiteMoments] = {}
+        self._sites, marks, self._rule_errors = known
+        self._calls = Calls(predictor, fitted, arguments, marks)
         self._known: dict[str, Distribution] = {}
-        self._rule_errors: dict[str, float] = {}
 
     @classmethod
     def from_guide(
@@ -226,11 +235,9 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         if labels:
             axes = predictor.axes(arguments, fitted, labels)
             given = given._replace(labels=labels, axes=axes)
-        made = cls(predictor, fitted, given)
         known = predictor.sites(arguments, fitted)
-        made._sites, made._calls.marks, made._rule_errors = known
-        _warn_of_quadrature(made._rule_errors)
-        return made
+        _warn_of_quadrature(known.rule_errors)
+        return cls(predictor, fitted, given, known)
 
     @property
     def model(self) -> Callable[..., Any]:
@@ -425,9 +432,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         """
         observed = self._predictor.predicted(site)
         called = self._calls.unobserved(args, kwargs)
-        return taking_columns(
-            self._calls.stream("y", called, observed.name, batch_size)
-        )
+        return self._calls.stream("y", called, observed.name, batch_size)
 
     @_as_fitted
     def average(
@@ -638,7 +643,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         if not is_traced(arguments):
             _check_left_out(found, self.model, self.structure, arguments)
         if not isinstance(found, WithoutData):
-            return taking_columns(found)
+            return found
         if not is_traced(arguments) and found.worth.min() < LEAST_MEMBERS:
             warnings.warn(
                 "without some of the observations the posterior of the hyperparameters "
@@ -647,7 +652,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
                 "nested.posterior(num_points=512)",
                 stacklevel=4,
             )
-        return taking_columns(found.distribution)
+        return found.distribution
 
     @_as_fitted
     def sample(
@@ -697,8 +702,9 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         :param path: the file.
         :raises ValueError: for a value that is not made of arrays and plain numbers.
         """
-        parts = self._predictor, self._fitted, self._fit_arguments, self._sites
-        write_fit(path, SavedFit(*parts, self._calls.marks, self._rule_errors))
+        known = KnownSites(self._sites, self._calls.marks, self._rule_errors)
+        parts = self._predictor, self._fitted, self._fit_arguments
+        write_fit(path, SavedFit(*parts, known))
 
     @classmethod
     def load(
@@ -720,11 +726,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
             damaged or edited; and for another model, or another kind of guide, than in
             the fit.
         """
-        found = read_fit(path, model, guide)
-        loaded = cls(found.predictor, found.fitted, found.arguments)
-        loaded._sites, loaded._calls.marks = found.sites, found.marks
-        loaded._rule_errors = found.rule_errors
-        return loaded
+        return cls(*read_fit(path, model, guide))
 
 
 def _warn_of_quadrature(errors: dict[str, float]) -> None:

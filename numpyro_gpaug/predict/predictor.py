@@ -45,7 +45,7 @@ from numpyro_gpaug.model.structure import (
 )
 from numpyro_gpaug.predict.answers import Answers, JointAnswers, one_of
 from numpyro_gpaug.predict.mixture import Fitted, averaged, mixed, over_members
-from numpyro_gpaug.predict.summary import MAX_JOINT, SiteMoments
+from numpyro_gpaug.predict.summary import MAX_JOINT, NO_SITES, KnownSites, SiteMoments
 
 
 class Prepared(NamedTuple):
@@ -441,9 +441,7 @@ class Predictor:
         return {k: x.centred(means[k]) for k, x in total.items()}, marks, errors
 
     @one_thread
-    def sites(
-        self, arguments: Arguments, fitted: Fitted
-    ) -> tuple[dict[str, SiteMoments], dict[str, Array], dict[str, float]]:
+    def sites(self, arguments: Arguments, fitted: Fitted) -> KnownSites:
         """Return posteriors of all Gaussian sites at the arguments of the fit, a
         checksum of their factors, and quadrature errors by observed site. For a mixture
         the last two belong to its first member.
@@ -452,16 +450,17 @@ class Predictor:
         :param fitted: the fitted quantities.
         """
         if not self.structure.joint:
-            return {}, {}, {}
+            return NO_SITES
         at, marks, errors = self._run(self._known_at, arguments, fitted)
         shown = {k: SiteMoments(*at[k]) for k in self.shown()}
         lost = {name: float(x) for name, x in errors.items()}
-        flat = {k: x.mean for k, x in shown.items() if _is_small_vector(x.mean)}
+        means = {k: x.mean for k, x in shown.items()}
+        flat = {k: x for k, x in means.items() if x.ndim == 1 and len(x) <= MAX_JOINT}
         known = cache(partial(self.covariances, arguments, fitted, flat))
         for k in flat:
             one = partial(lambda k: known()[k], k)
             shown[k] = shown[k]._replace(covariance=one)
-        return shown, marks, lost
+        return KnownSites(shown, marks, lost)
 
     def shown(self) -> list[str]:
         """Return the names of the Gaussian sites that summaries show."""
@@ -627,10 +626,6 @@ def _kind(
 
 def _shapes(tree: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
-
-
-def _is_small_vector(mean: Array) -> bool:
-    return mean.ndim == 1 and len(mean) <= MAX_JOINT
 
 
 def _site(view: Any, name: str, q: Any) -> SiteMoments:

@@ -71,6 +71,22 @@ class SiteMoments(NamedTuple):
         return SiteMoments(point + self.mean, spread)
 
 
+class KnownSites(NamedTuple):
+    """What is known about the Gaussian sites at the arguments of the fit.
+
+    :param moments: their moments, by name.
+    :param marks: a checksum of their factors.
+    :param rule_errors: errors of quadrature, by observed site.
+    """
+
+    moments: dict[str, SiteMoments]
+    marks: dict[str, Array]
+    rule_errors: dict[str, float]
+
+
+NO_SITES = KnownSites({}, {}, {})
+
+
 class LatentNormal(dist.MultivariateNormal):
     """A multivariate normal with known marginals. Its covariance is computed, and
     factorised, only if something needs it: means and variances do not.

@@ -464,7 +464,12 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
                     broken = any(is_broken(x.natural) for x in (state, first))
                     if turns and broken and self._turn(first, given):
                         return None
-                    self._explain(state, first, given.args, given.kwargs)
+                    for each in (state, first):
+                        check_precision(each.natural, self.guide.structure)
+                    explain_failure(
+                        self.model, self._values(state), self.guide.structure,
+                        given.args, given.kwargs,
+                    )  # fmt: skip
                 progress.took(losses[-1])
                 short = len(losses[-1]) < wanted
                 progress.at_rest = short or stop.settled(losses)
@@ -590,14 +595,6 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         if given.m_step:
             rows.append(("m_step", ", ".join(given.m_step)))
         return "ConjugateSVI", rows
-
-    def _explain(
-        self, state: ConjugateState, first: ConjugateState, args: Any, kwargs: Any
-    ) -> None:
-        structure = self.guide.structure
-        for each in (state, first):
-            check_precision(each.natural, structure)
-        explain_failure(self.model, self._values(state), structure, args, kwargs)
 
     def _values(self, state: ConjugateState) -> Values:
         """Return params and other latents."""

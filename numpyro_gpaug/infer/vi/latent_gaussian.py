@@ -133,7 +133,7 @@ class LatentGaussian:
     scales: dict[str, Any]
     latents: dict[str, Array | None]
     coupled: tuple[str, ...] = field(metadata=STATIC)
-    likelihood: Callable[..., Array]
+    likelihood: Any
     constant: Array | float
     unreached: dict[str, Array]
     learns: bool = field(default=False, metadata=STATIC)
@@ -183,9 +183,8 @@ class LatentGaussian:
     def quadratic(self) -> bool:
         """Whether a whole step of one latent alone leads to the optimum from any
         start."""
-        likelihood: Any = self.likelihood
         single = sum(len(prior.loc) for prior in self.priors.values()) == 1
-        return single and likelihood.quadratic
+        return single and self.likelihood.quadratic
 
     @property
     def correlated(self) -> bool:
@@ -195,8 +194,7 @@ class LatentGaussian:
     @property
     def competes(self) -> bool:
         """Whether classes compete for data, so that their means move together."""
-        likelihood: Any = self.likelihood
-        return bool(likelihood.competing)
+        return bool(self.likelihood.competing)
 
     @property
     def solves(self) -> bool:
@@ -268,7 +266,6 @@ class LatentGaussian:
             return at, {k: self._kl(k, q[k]) for k in names}
 
         at, kl = _zeros(jax.eval_shape(lambda: parts(natural)))
-        likelihood: Any = self.likelihood
         # The likelihood is not traced, because derivatives have the shapes of their
         # arguments.
         direct = split_floats(self.likelihood)[0] if self.learns else ()
@@ -276,7 +273,7 @@ class LatentGaussian:
         known_at, known_kl = parts(others)
         return Evaluation(
             zero - jnp.inf, zero, zero, q, at | known_at, at,
-            likelihood.not_widened(), _zeros(direct), kl | known_kl, zero,
+            self.likelihood.not_widened(), _zeros(direct), kl | known_kl, zero,
         )  # fmt: skip
 
     def reevaluate(
@@ -368,7 +365,7 @@ class LatentGaussian:
     def _competing_steps(self, evaluation: Evaluation) -> dict[str, Array]:
         """Return a Newton step of all means with the curvature of competing classes, by
         conjugate gradients that are preconditioned with the covariances."""
-        likelihood: Any = self.likelihood
+        likelihood = self.likelihood
         at = likelihood.carried(evaluation.marginals)
         precisions = {k: jnp.maximum(-2 * x, 0) for k, x in evaluation.bends.items()}
         roots = {
@@ -416,8 +413,7 @@ class LatentGaussian:
     ) -> Evaluation:
         floats, rebuild = split_floats(self.likelihood if self.learns else ())
 
-        known: Any = self.likelihood
-        wider = known.not_widened()
+        wider = self.likelihood.not_widened()
 
         def expected(
             at: dict[str, Marginals], floats: tuple[Array, ...], wider: dict[str, Array]
@@ -509,13 +505,12 @@ class LatentGaussian:
         :param evaluation: an evaluation of the problem.
         :param processes: names of their blocks.
         """
-        maps: Any = self.maps
         total = jnp.zeros((), self.dtype)
         for name in processes:
             slopes = jnp.abs(evaluation.slopes[name].variance)
             size = evaluation.moments[name].mean.shape[-1]
             known = float(jnp.finfo(self.dtype).eps) * math.sqrt(size)
-            total += known * (slopes * maps[name].prior_variance()).sum()
+            total += known * (slopes * self.maps[name].prior_variance()).sum()
         return total
 
     def corrections(self, evaluation: Evaluation) -> dict[str, Array]:

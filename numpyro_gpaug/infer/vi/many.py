@@ -20,16 +20,15 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh, PartitionSpec
 
-from numpyro_gpaug.guides import ConjugateGuide
 from numpyro_gpaug.infer.vi import quasi_newton
 from numpyro_gpaug.infer.vi.loop import stepped
-from numpyro_gpaug.infer.vi.plan import Plan, Settings
+from numpyro_gpaug.infer.vi.plan import Plan
 from numpyro_gpaug.infer.vi.resolution import LOST
 from numpyro_gpaug.infer.vi.start import initial_state, opposite_start, read_params
 from numpyro_gpaug.infer.vi.state import unknown_bound
 from numpyro_gpaug.infer.vi.stepper import Stepper
 from numpyro_gpaug.math.sharding import ROWS
-from numpyro_gpaug.model.arguments import Arguments, Model
+from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.joint import Codes
 from numpyro_gpaug.model.responses import in_lanes
 from numpyro_gpaug.model.view import NUM_NODES
@@ -67,9 +66,6 @@ class Fit(NamedTuple):
 
 
 def fit_lanes(
-    settings: Settings,
-    model: Model,
-    guide: ConjugateGuide,
     arrays: tuple[Array, ...],
     key: Array,
     num_steps: Array,
@@ -83,9 +79,6 @@ def fit_lanes(
 ) -> Fit:
     """Fit a model to several responses at once; pure.
 
-    :param settings: options of the fits.
-    :param model: the model.
-    :param guide: its guide, set up.
     :param arrays: array arguments of the model.
     :param key: random key of every fit.
     :param num_steps: the number of steps, at most.
@@ -98,9 +91,8 @@ def fit_lanes(
     """
 
     def start(arrays: Any, given: Any) -> Any:
-        found = initial_state(
-            settings, model, guide, Arguments(arrays, static), key, given
-        )
+        fixed = plan.settings, plan.model, plan.guide
+        found = initial_state(*fixed, Arguments(arrays, static), key, given)
         return quasi_newton.within(found[0], num_steps), *found[1:]
 
     def one(arrays: Any) -> Fit:
@@ -115,8 +107,9 @@ def fit_lanes(
             begun: Any = state, other
             state = lax.cond(losses[1] < losses[0], lambda: begun[1], lambda: begun[0])
         state, _, steps, *_ = stepped(stepper, state, num_steps, tol, data)
-        params = read_params(guide, state.hyper.values, state.natural)
-        fitted = predictor.completed(arguments, Fitted.of_guide(guide, params))
+        params = read_params(plan.guide, state.hyper.values, state.natural)
+        fitted = Fitted.of_guide(plan.guide, params)
+        fitted = predictor.completed(arguments, fitted)
         sites = predictor.marginals(arguments, fitted)
         return Fit(fitted, sites, state.bound, steps, state.lost, valid, codes)
 

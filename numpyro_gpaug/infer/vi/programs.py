@@ -112,9 +112,8 @@ class Programs:
         self.read = few(partial(read_params, guide))
         static = "plan", "predictor", "static", "which", "mesh"
         self.lanes = jit(
-            partial(fit_lanes, settings, model, guide), small=SMALL_IN_LANES,
-            static_argnames=static,
-        )  # fmt: skip
+            partial(fit_lanes), small=SMALL_IN_LANES, static_argnames=static
+        )
         self.loss, self.bounds, self.sums, self.slopes = (
             jit(partial(fn), static_argnames="plan")
             for fn in (evaluate, bounds_of_batches, add_block, add_gradient)
@@ -233,7 +232,8 @@ class Programs:
         # Copied, because the steps overwrite the state and the arrays it is made of.
         values = copied(init_params or {})
         if values:
-            check_given(values, self._declared(given, key), self._guide.structure)
+            declared = self.begin.plain.eval_shape(given, key, {}, batch=None)[1]
+            check_given(values, declared, self._guide.structure)
         with on_mesh(arguments.mesh):
             state, params, seen, valid = self.begin(arguments, key, values, batch=batch)
         if seen is not None:
@@ -241,10 +241,6 @@ class Programs:
         check_start(self._model, self._guide, given, params, valid, values)
         self.plan(arguments, lambda: params)
         return state
-
-    def _declared(self, arguments: Arguments, key: Array) -> Values:
-        """Return the shapes of the params that model and guide declare."""
-        return self.begin.plain.eval_shape(arguments, key, {}, batch=None)[1]
 
     def fit_each(
         self,

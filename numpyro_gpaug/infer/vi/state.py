@@ -158,7 +158,8 @@ def load_state(path: str | PathLike[str], like: ConjugateState) -> ConjugateStat
                 f"{path}: {name} has shape {getattr(array, 'shape', None)}, but that "
                 f"of this model and data has {plain.shape}, {plain.dtype}"
             )
-        found.append(_as_key(array) if _is_key(x) else jnp.asarray(array))
+        made = jnp.asarray(array)
+        found.append(jax.random.wrap_key_data(made) if _is_key(x) else made)
     with refusing(damaged):
         contents.check()
     return jax.tree.unflatten(treedef, found)
@@ -179,10 +180,6 @@ def check_state(state: Any, name: str) -> None:
 
 def _is_key(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
-def _as_key(data: Any) -> Any:
-    return jax.random.wrap_key_data(data)
 
 
 def _plain(x: Any) -> np.ndarray:

@@ -299,7 +299,7 @@ class Stepper:
         """Return updates of the params that are set in closed form."""
         if not self.plan.closed:
             return {}
-        expected: Any = problem.likelihood
+        expected = problem.likelihood
         carried = expected.carried(evaluation.marginals)
         return {
             p.name: p.update(expected, carried, values[p.name], ascent[p.name])
