@@ -80,7 +80,7 @@ class BySites(NamedTuple):
             shaped = [x.reshape(a.shape) for x, a in zip(parts, avals, strict=True)]
             return _flat(program.run(wanted, dict(zip(sites, shaped, strict=True))))
 
-        start, scaled = jax.linearize(values, {k: _zeros(s) for k, s in shapes.items()})
+        start, scaled = jax.linearize(values, jax.tree.map(jnp.zeros_like, shapes))
         # The map is affine, so it is linearised at zero, which does not depend on the
         # hyperparameters.
         _, push = jax.linearize(predictors, jnp.zeros_like(start))
@@ -280,10 +280,6 @@ class Predictors(NamedTuple):
 
 def _flat(values: list[Array]) -> Array:
     return jnp.concatenate([x.ravel() for x in values])
-
-
-def _zeros(like: jax.ShapeDtypeStruct) -> Array:
-    return jnp.zeros(like.shape, like.dtype)
 
 
 def _matrix(linear: Callable[[Array], Array], like: Array, number: int) -> Array:

@@ -256,12 +256,7 @@ def _root(program: Program, variable: Any) -> tuple[int, bool]:
         # A sum with a larger array repeats its entries first, by a broadcast.
         (variable,) = depends
         if eqn.primitive.name in ("mul", "div"):
-            scaled |= any(
-                prod(v.aval.shape) > 1 for v in _others(eqn, operands, depends)
-            )
+            pairs = zip(eqn.invars, operands, strict=True)
+            others = [v.aval for v, x in pairs if x is not variable]
+            scaled |= any(prod(aval.shape) > 1 for aval in others)
     return variable, scaled
-
-
-def _others(eqn: Any, operands: tuple[Any, ...], depends: list[Any]) -> list[Any]:
-    pairs = zip(eqn.invars, operands, strict=True)
-    return [v for v, x in pairs if x is not depends[0]]

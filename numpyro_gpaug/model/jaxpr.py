@@ -100,10 +100,14 @@ State = dict[str, Dependence]
 
 
 class Leaf:
-    """A leaf of a tree that contains a state (a dict) as a whole."""
+    """A leaf of the result of a function: how it depends on the inputs.
 
-    def __init__(self, state: State) -> None:
-        self.state = state
+    :param state: its dependences, as a whole.
+    :param variable: its variable in a :class:`~numpyro_gpaug.model.program.Program`.
+    """
+
+    def __init__(self, state: State, variable: Any = None) -> None:
+        self.state, self.variable = state, variable
 
 
 def dependence_tree(fn: Callable[[dict[str, Any]], Any], inputs: dict[str, Any]) -> Any:

@@ -51,7 +51,8 @@ class Padding:
     def __init__(self, model: Callable[..., Any], data: tuple[str, ...] = ()) -> None:
         self._model, self._data = model, data
         # By everything in arguments except their numbers of rows.
-        self._families: dict[Hashable, _Family] = {}
+        # Numbers of rows so far, and which arrays have one row per datum.
+        self._families: dict[Hashable, tuple[set[int], set[int]]] = {}
         self._traced: dict[Hashable, _Traced] = {}
         self._proved: dict[Hashable, Added | None] = {}
 
@@ -70,16 +71,15 @@ class Padding:
         num = arguments.num_rows
         if is_traced(arguments) or not num or arguments.mesh is not None:
             return arguments
-        family = remembered(
-            self._families, family_of(arguments), lambda: _Family(arguments)
-        )
-        several = family.sees(arguments)
+        family, here = family_of(arguments), _with_rows(arguments)
+        numbers, known = remembered(self._families, family, lambda: (set(), here))
+        numbers.add(num)
         parts = 1 if mesh is None else mesh.shape[ROWS]
         size = -(-num // parts) * parts
-        if several:
+        if len(numbers) > 1:
             size = padded_size(num, parts, 1 if doubling else _GRAIN)
         # The number of inducing inputs may equal the number of rows of some data.
-        rows = family.rows & _with_rows(arguments)
+        rows = known & here
         if size == num or not rows:
             return arguments
         added = Added(size, frozenset(rows))
@@ -87,7 +87,7 @@ class Padding:
         proved = remembered(self._proved, key, partial(proof, num))
         if proved is None:  # the arguments may be wrong, so nothing follows for others
             return arguments
-        family.rows = rows
+        known &= rows
         return arguments.with_rows(proved)
 
     def proves(self, arguments: Arguments, block: Added) -> bool:
@@ -183,25 +183,6 @@ class Padding:
         by_name = dict(zip(names, arguments.arrays, strict=True))
         jaxpr = jaxpr_and_tree(parts, by_name)[0]
         return _Traced(jaxpr, sites, latent, computed, bool(subsampled))
-
-
-class _Family:
-    """Arguments that differ only in their numbers of rows.
-
-    :param first: the first of these arguments.
-    """
-
-    def __init__(self, first: Arguments) -> None:
-        self._first = first.num_rows
-        self._several = False
-        #: Which arrays have one row per datum.
-        self.rows = _with_rows(first)
-
-    def sees(self, arguments: Arguments) -> bool:
-        """Whether there have been several numbers of rows, including these
-        arguments."""
-        self._several |= arguments.num_rows != self._first
-        return self._several
 
 
 class _SiteShapes(NamedTuple):

@@ -23,7 +23,6 @@ from numpyro_gpaug.model.jaxpr import (
     MOVES,
     Leaf,
     Reader,
-    State,
     jaxpr_and_tree,
 )
 from numpyro_gpaug.model.listing import Listing, execute
@@ -121,7 +120,7 @@ class Program(Listing):
         ]
         self.inputs = dict(zip(self.names, starts, strict=True))
         outputs = self.write(closed.jaxpr, self.held(closed), list(starts))
-        leaves = [Output(x, self.value(x).state) for x in outputs]
+        leaves = [Leaf(self.value(x).state, x) for x in outputs]
         self.outputs = jax.tree.unflatten(treedef, leaves)
         self.makers = {k: op for op in self.operations for k in op.results}
         self._returned = {x for x in outputs if not isinstance(x, Literal)}
@@ -228,14 +227,6 @@ class Program(Listing):
         if eqn.primitive.name in _INDEX_MOVES:
             for operand in operands:
                 yield from self._before_wrapping(operand)
-
-
-class Output(Leaf):
-    """A leaf of the function's result: its variable, and how it depends on inputs."""
-
-    def __init__(self, variable: int | Literal, state: State) -> None:
-        super().__init__(state)
-        self.variable = variable
 
 
 def check_indices(program: Program) -> None:

@@ -28,7 +28,7 @@ from numpyro_gpaug.infer.vi.loop import LEAST_RISE, Stop, copied
 from numpyro_gpaug.infer.vi.plan import CHUNK, LBFGS, Plan, Settings, constrained
 from numpyro_gpaug.infer.vi.programs import Programs
 from numpyro_gpaug.infer.vi.progress import Guard, Progress
-from numpyro_gpaug.infer.vi.quasi_newton import stuck, warn_of_noise
+from numpyro_gpaug.infer.vi.quasi_newton import MISSED, promised, warn_of_noise
 from numpyro_gpaug.infer.vi.reach import warn_of_reach
 from numpyro_gpaug.infer.vi.resolution import (
     LOST,
@@ -484,7 +484,9 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
                             callback(*seen)
         # An interrupted run does not start again.
         turns = turns and progress.is_whole
-        rounded = np.asarray(state.lost) > LOST or plan.searches and stuck(state.hyper)
+        rounded = np.asarray(state.lost) > LOST
+        if plan.searches:
+            rounded |= promised(state.hyper.optim_state) > MISSED
         if turns and rounded and self._turn(state, given):
             return None
         self._warn(state, plan, given, start if init_state is None else None)

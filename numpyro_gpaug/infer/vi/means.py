@@ -140,14 +140,13 @@ class Means:
 
     def _promised(self, point: _Point) -> tuple[Array, Array, Array]:
         """Return the gradient of the bound, the step, and half of their product."""
-        rows = self._rows(point.mean)
-        ascent = jax.vjp(rows, point.mean)[1](point.slopes.mean)[0]
+        ascent = jax.vjp(self._rows, point.mean)[1](point.slopes.mean)[0]
         ascent = ascent - self.problem.pull(self.name, point.mean)
         step = self.problem.newton(self.evaluation, {self.name: ascent})[self.name]
         return ascent, step, 0.5 * (ascent * step).sum()
 
     def _rows(self, mean: Array) -> Any:
-        return lambda z: self._map.given(z).mean
+        return self._map.given(mean).mean
 
     def _next(self, search: _Search) -> _Search:
         """Take a step along one direction."""
@@ -168,7 +167,7 @@ class Means:
         """Return the point along a direction where the slope of the bound has almost
         vanished."""
         name, problem = self.name, self.problem
-        _, rows = jax.jvp(self._rows(point.mean), (point.mean,), (direction,))
+        _, rows = jax.jvp(self._rows, (point.mean,), (direction,))
         pull = problem.pull(name, direction) - problem.pull(name, 0 * direction)
         pull = (pull * direction).sum()
         first = (ascent * direction).sum()

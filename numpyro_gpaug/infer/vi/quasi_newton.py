@@ -429,11 +429,6 @@ def promised(search: Search) -> float:
     return 0.5 * length * size if bool(search.exhausted) else 0.0
 
 
-def stuck(hyper: Hyper) -> bool:
-    """Return whether a search ended although its gradient promises an increase."""
-    return promised(hyper.optim_state) > MISSED
-
-
 def warn_of_noise(search: Search, structure: Structure) -> None:
     """Warn if differences of a nat are not resolved: near an optimum, L-BFGS then
     cannot find a direction.

@@ -4,19 +4,29 @@ when its inducing inputs move."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import Array
 
 from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.gaussians.dense import Moments, NaturalGaussian, Prior
+from numpyro_gpaug.gaussians.pseudo_data import projected
+from numpyro_gpaug.gp.conditional import Conditional
+from numpyro_gpaug.gp.process import GaussianProcess
+from numpyro_gpaug.gp.projection import lead, project
 from numpyro_gpaug.guides.continued import ContinuedGP, TrackedGP
 from numpyro_gpaug.infer.vi.conjugate import ConjugateSVI
 from numpyro_gpaug.infer.vi.plan import is_optax
-from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.math.compiling import few
+from numpyro_gpaug.math.linalg import precise
+from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.columns import argument_names
-from numpyro_gpaug.model.structure import Block, flat_functions, run_model
+from numpyro_gpaug.model.sources import sources
+from numpyro_gpaug.model.structure import Block, flat_functions, remembered, run_model
 from numpyro_gpaug.model.view import prior_of
 from numpyro_gpaug.predict.mixture import Fitted
 from numpyro_gpaug.predict.posterior import Posterior
@@ -24,22 +34,6 @@ from numpyro_gpaug.predict.predictor import predictor_for
 
 if TYPE_CHECKING:
     import optax
-
-
-from collections.abc import Mapping
-
-import numpy as np
-from jax import Array
-
-from numpyro_gpaug.gaussians.pseudo_data import projected
-from numpyro_gpaug.gp.conditional import Conditional
-from numpyro_gpaug.gp.process import GaussianProcess
-from numpyro_gpaug.gp.projection import lead, project
-from numpyro_gpaug.math.compiling import few
-from numpyro_gpaug.math.linalg import precise
-from numpyro_gpaug.model.arguments import Model, Values
-from numpyro_gpaug.model.sources import sources
-from numpyro_gpaug.model.structure import remembered
 
 # The largest number of steps in one update. It ends earlier if the bound no longer
 # rises.
