@@ -159,17 +159,6 @@ def averaged(function: Callable[[Fitted], Any], fitted: Fitted, weights: Array) 
     return lax.scan(add, zeros, (fitted.members, weights))[0]
 
 
-def mixed(what: str, answers: Any, log_weights: Array, **how: Any) -> Any:
-    """Return the prediction of a mixture.
-
-    :param what: as in :class:`~numpyro_gpaug.predict.predictor.Predictor`.
-    :param answers: predictions of its members, members first.
-    :param log_weights: normalised log-weights of the members.
-    :param how: further arguments of the prediction.
-    """
-    return _KINDS[what](answers, jnp.asarray(log_weights), **how)
-
-
 def _function_values(answers: FunctionValues, log_weights: Array) -> FunctionValues:
     weights, (means, variances) = jnp.exp(log_weights), answers
     mean = jnp.tensordot(weights, means, 1)
@@ -253,7 +242,10 @@ def _averages(answers: Array, log_weights: Array, **how: Any) -> Array:
     return answers.reshape(-1, *answers.shape[2:])
 
 
-_KINDS: dict[str, Callable[..., Any]] = {
+# By kind of prediction, see :class:`~numpyro_gpaug.predict.predictor.Predictor`: the
+# prediction of a mixture, from those of its members (members first), the normalised
+# log-weights, and further arguments of the prediction.
+MIXED: dict[str, Callable[..., Any]] = {
     "f": _function_values, "joint": _joint, "y": _observations, "log_prob": _density,
     "draws": _draws, "average": _averages, "left_out": _left_out,
 }  # fmt: skip

@@ -640,8 +640,14 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
     def _without(self, found: Any, arguments: Arguments) -> Distribution:
         """Check predictions of data that were left out, and return their
         distribution."""
-        if not is_traced(arguments):
-            _check_left_out(found, self.model, self.structure, arguments)
+        leaves = () if is_traced(arguments) else jax.tree.leaves(found)
+        if any(np.isnan(leaf).any() for leaf in leaves):
+            check_observations(whole_plates(self.model), self.structure, arguments)
+            raise ValueError(
+                "the posterior contains less information than these observations. Pass "
+                "the rows that it was fitted to, and fit until the bound no longer "
+                "rises"
+            )
         if not isinstance(found, WithoutData):
             return found
         if not is_traced(arguments) and found.worth.min() < LEAST_MEMBERS:
@@ -745,22 +751,3 @@ def _warn_of_quadrature(errors: dict[str, float]) -> None:
                 "MCMC(EllipticalSlice(model)) draws from the exact posterior",
                 stacklevel=5,
             )
-
-
-def _check_left_out(
-    found: object, model: Model, structure: Structure, arguments: Arguments
-) -> None:
-    """Raise if no Gaussian was found for :meth:`Posterior.leave_one_out`.
-
-    :param found: the predictive distribution.
-    :param model: the model.
-    :param structure: its structure.
-    :param arguments: its arguments, observations included.
-    """
-    if any(np.isnan(leaf).any() for leaf in jax.tree.leaves(found)):
-        check_observations(whole_plates(model), structure, arguments)
-        raise ValueError(
-            "the posterior contains less information than these observations. Pass "
-            "the rows that it was fitted to, and fit until the bound no longer "
-            "rises"
-        )

@@ -44,7 +44,7 @@ from numpyro_gpaug.model.structure import (
     run_model,
 )
 from numpyro_gpaug.predict.answers import Answers, JointAnswers, one_of
-from numpyro_gpaug.predict.mixture import Fitted, averaged, mixed, over_members
+from numpyro_gpaug.predict.mixture import MIXED, Fitted, averaged, over_members
 from numpyro_gpaug.predict.summary import MAX_JOINT, NO_SITES, KnownSites, SiteMoments
 
 
@@ -575,7 +575,7 @@ class Predictor:
         answer, ready = over_members(one, fitted, prepared)
         if fitted.members is not None:
             log_weights = fitted.members.log_weights
-            answer = Ordered(mixed(what, answer.tree, log_weights, **how))
+            answer = Ordered(MIXED[what](answer.tree, log_weights, **how))
         if what == "y":
             # At the end, because mixtures use the original distributions.
             answer = Ordered(expanded(answer.tree, shapes[-1]))
