@@ -416,6 +416,7 @@ def test_predictions_are_those_of_draws(counts):
     found = np.asarray(predicted.icdf(q))
     assert (predicted.cdf(found) >= q).all()
     assert (predicted.cdf(found - 1) < q).all()
+    assert (predicted.icdf(0.0) == 0).all()
     assert (predicted.cdf(-np.ones(5)) == 0).all()
     assert draws.shape == (num, 5)
     centred = draws - draws.mean(0)

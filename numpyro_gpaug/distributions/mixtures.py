@@ -120,7 +120,8 @@ def quantile(
     :param q: probabilities, which broadcast with the batch shape.
     :param ends: bounds of the quantile, if not those of the support.
     """
-    numbers = [x for x in jax.tree.leaves(d) if jnp.issubdtype(x.dtype, jnp.floating)]
+    leaves = map(jnp.asarray, jax.tree.leaves(d))
+    numbers = [x for x in leaves if jnp.issubdtype(x.dtype, jnp.floating)]
     dtype = jax.dtypes.canonicalize_dtype(jnp.result_type(*numbers))
     q = jnp.asarray(q, dtype)
     q = jnp.broadcast_to(q, jnp.broadcast_shapes(q.shape, d.batch_shape))
@@ -136,11 +137,16 @@ def quantile(
         return jnp.where(count < low, 0, d.cdf(jnp.maximum(count, low)))
 
     # The numbers whose next integer has at least this probability begin one below it.
-    return jnp.ceil(bisected_icdf(cdf, q, low - 1, high))
+    return jnp.ceil(bisected_icdf(cdf, q, low - 1, high, counts=True))
 
 
 def bisected_icdf(
-    cdf: Callable[[Array], Array], q: Array, low: Array, high: Array
+    cdf: Callable[[Array], Array],
+    q: Array,
+    low: Array,
+    high: Array,
+    *,
+    counts: bool = False,
 ) -> Array:
     """Return the quantile q of a distribution function: the smallest floating-point
     number that has at least this probability. The numbers are bisected in their order,
@@ -150,25 +156,38 @@ def bisected_icdf(
     :param q: probabilities.
     :param low: a lower bound of the quantile, of the shape of the answer; or -inf.
     :param high: an upper bound; or inf.
+    :param counts: whether a number with the same next integer is close enough.
     """
-    dtype, bits = low.dtype, jnp.finfo(low.dtype).bits
-    whole = jnp.int32 if bits == 32 else jnp.int64
+    dtype = low.dtype
+    whole = jnp.int32 if jnp.finfo(dtype).bits == 32 else jnp.int64
 
     def turned(order: Array) -> Array:
         # Negative numbers are ordered by magnitude.
         return jnp.where(order < 0, order ^ jnp.iinfo(whole).max, order)
 
-    def halve(_: int, ends: tuple[Array, Array]) -> tuple[Array, Array]:
+    def number(order: Array) -> Array:
+        return lax.bitcast_convert_type(turned(order), dtype)
+
+    def middle(ends: tuple[Array, Array]) -> Array:
         low, high = ends
-        middle = (low >> 1) + (high >> 1) + (low & high & 1)
-        at = lax.bitcast_convert_type(turned(middle), dtype)
+        return (low >> 1) + (high >> 1) + (low & high & 1)
+
+    def wide(ends: tuple[Array, Array]) -> Array:
+        left = middle(ends) != ends[0]
+        if counts:
+            low, high = (jnp.ceil(number(x)) for x in ends)
+            left &= high - low > 1
+        return left.any()
+
+    def halve(ends: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = ends
+        at = number(middle(ends))
         reached = cdf(at)
         below = jnp.where(jnp.isnan(reached), at < 0, reached < q)
-        return jnp.where(below, middle, low), jnp.where(below, high, middle)
+        return jnp.where(below, middle(ends), low), jnp.where(below, high, middle(ends))
 
-    ends = tuple(turned(lax.bitcast_convert_type(x, whole)) for x in (low, high))
-    _, high = lax.fori_loop(0, bits, halve, ends)
-    return lax.bitcast_convert_type(turned(high), dtype)
+    low, high = (turned(lax.bitcast_convert_type(x, whole)) for x in (low, high))
+    return number(lax.while_loop(wide, halve, (low, high))[1])
 
 
 class NormalLaplace(Elementwise):
@@ -185,6 +204,8 @@ class NormalLaplace(Elementwise):
     >>> d = NormalLaplace(0.0, jnp.array([0.0, 1.0]), 0.5)
     >>> [f"{x:.3f}" for x in d.log_prob(jnp.array([1.0, 1.0]))]
     ['-2.000', '-1.459']
+    >>> print(f"{NormalLaplace(0.0, 1.0, 0.5).icdf(0.9):.3f}")
+    1.544
     """
 
     loc: Array = parameter(constraints.real)
