@@ -312,3 +312,5 @@ def test_a_verdict_says_why_a_run_is_not_certified() -> None:
     verdict = certificate(run)
     assert "could not be evaluated in about 20%" in verdict
     assert "above" not in verdict
+    run.weighted = SimpleNamespace(khat=0.6334, limit=0.6309, loss=0.0)
+    assert "k-hat 0.633, above 0.631: the weights" in certificate(run)

@@ -28,7 +28,7 @@ from numpyro_gpaug.infer.nested.known import Known
 from numpyro_gpaug.infer.nested.latent_modes import Searched, _is_concave
 from numpyro_gpaug.infer.nested.mirrors import mirrored
 from numpyro_gpaug.infer.nested.programs import Evaluated
-from numpyro_gpaug.infer.nested.proposal import Mode, Proposal, StudentT
+from numpyro_gpaug.infer.nested.proposal import Mode, Proposal, StudentT, tempered
 from numpyro_gpaug.infer.nested.refining import Pool, extended
 from numpyro_gpaug.infer.nested.setup import CollapsedBounds
 from numpyro_gpaug.infer.nested.weighted import Weighted
@@ -717,12 +717,19 @@ def classes(x, y=None):
         numpyro.sample("y", dist.Categorical(logits=eta), obs=y)
 
 
-@pytest.mark.parametrize("model", [slow(varying_noise), classes])
-def test_draws_of_correlated_predictors_are_from_the_gaussian_that_was_found(
-    x64, model
-):
+def outlying(x, y=None):
+    """Data far out, whose factors have negative precisions."""
+    tau = numpyro.sample("tau", dist.HalfNormal(1))
+    w = numpyro.sample("w", dist.Normal(0, tau).expand([2]).to_event(1))
+    with numpyro.plate("data", len(x)):
+        numpyro.sample("y", dist.StudentT(2.0, w[0] + w[1] * x, 0.3), obs=y)
+
+
+@pytest.mark.parametrize("model", [slow(varying_noise), classes, outlying])
+def test_draws_are_from_the_gaussian_that_was_found(x64, model):
     """The factors have a term for pairs of predictors; without it k-hat of small models
-    was above 1.
+    was above 1. Where negative precisions were raised to zero, no search ended at its
+    own factors.
     """
     x = jnp.asarray(np.random.default_rng(0).normal(size=N))
     y = COUNTS.clip(max=2) if model is classes else jnp.asarray(REAL + x)
@@ -735,9 +742,10 @@ def test_draws_of_correlated_predictors_are_from_the_gaussian_that_was_found(
     def gaussians(arguments):
         view = bound.view(values, arguments)
         found = bound.settle(bound.problem(values, arguments, learns=False))
-        return found.moments, moments_given(found.factors, view)
+        return found.moments, moments_given(found.factors, view), found.factors
 
-    settled, drawn = gaussians(arguments)
+    settled, drawn, factors = gaussians(arguments)
+    assert (factors.precision < -0.1).any() == (model is outlying)
     np.testing.assert_allclose(drawn.mean, settled.mean, atol=5e-4)
     covariances = (q.unwhiten(jnp.eye(q.mean.shape[-1])) for q in (settled, drawn))
     expected, found = (s.mT @ s for s in covariances)
@@ -832,7 +840,13 @@ def test_factors_of_normal_data_are_known_between_others():
     known.add(points, factors(points), np.zeros(60))
     known.learn()
     inside = 0.8 * rng.uniform(-1, 1, (40, 2))
-    np.testing.assert_allclose(known.at(inside)[0], factors(inside), rtol=1e-7)
+    found = known.at(inside)[0]
+    np.testing.assert_allclose(found, factors(inside), rtol=1e-7)
+    # Without negative precisions, any prior makes a Gaussian of them.
+    positive, negative = known.without_negative(found), found[:, 5] < 0
+    assert negative.any()
+    np.testing.assert_array_equal(positive[negative][:, [2, 5]], 0)
+    np.testing.assert_array_equal(positive[~negative], found[~negative])
 
 
 @pytest.mark.parametrize("excess", [1.0, 1.4])
@@ -974,6 +988,13 @@ def test_a_scale_with_a_heavy_tail_is_certified_with_every_key():
         assert np.abs(off).max() < 0.2
         fields = found.get_extra_fields()
         np.testing.assert_allclose(fields["log_evidence"], evidence, atol=0.1)
+
+
+def test_flattened_weights_leave_out_what_has_none():
+    """One weight had all of the mass, and others were zero: flattened by a power of
+    zero they were NaN, and so was the width of the next proposal."""
+    weights = tempered(np.array([900.0, 0.0, 1.0, -np.inf]), 3.0)
+    np.testing.assert_allclose(weights, [1 / 3, 1 / 3, 1 / 3, 0])
 
 
 def test_khat_knows_tails():

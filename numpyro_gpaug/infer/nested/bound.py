@@ -176,7 +176,7 @@ class CollapsedBound:
             problem, natural, one, 1.0, augmented, tolerance, known.precision
         )
         factors = factors_of(
-            map_, evaluation.marginals[JOINT], evaluation.slopes[JOINT], 0.0
+            map_, evaluation.marginals[JOINT], evaluation.slopes[JOINT]
         )
         return Settled(evaluation, factors)
 

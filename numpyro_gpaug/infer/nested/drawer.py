@@ -371,6 +371,13 @@ class Drawer:
                 gaussian.sure[places] = False
             drawn = self._drawn(points, gaussians, noise, widths, apart)
         bounds = np.stack([gaussian.bound for gaussian in gaussians])
+        # The factors found are those of one more update, which may go too far.
+        broken = ~np.isfinite(drawn.log_det) & np.isfinite(bounds).all(0)
+        if broken.any():
+            for gaussian in gaussians:
+                known = gaussian.known
+                gaussian.rows[broken] = known.without_negative(gaussian.rows[broken])
+            drawn = self._drawn(points, gaussians, noise, widths, apart)
         failed = ~np.isfinite(bounds).all(0)
         total, lost, log_det, log_prior = (
             np.asarray(x, float)

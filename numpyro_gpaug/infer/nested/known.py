@@ -134,6 +134,19 @@ class Known:
         potential[:, positive] *= precision[:, positive]
         return found
 
+    def without_negative(self, rows: np.ndarray) -> np.ndarray:
+        """Return flat factors without those whose precisions are negative, and without
+        those of pairs: their product with any prior is a Gaussian.
+
+        :param rows: flat factors, (n, numbers).
+        """
+        found, n = rows.copy(), self._size
+        negative = found[:, n : 2 * n] < 0
+        for part in (found[:, :n], found[:, n : 2 * n]):
+            part[negative] = 0
+        found[:, 2 * n :] = 0
+        return found
+
     def start(self, rows: np.ndarray) -> Start:
         """Return the starts of searches.
 

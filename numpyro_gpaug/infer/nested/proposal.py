@@ -160,9 +160,12 @@ class Proposal(NamedTuple):
 
 def tempered(log_weights: np.ndarray, least: float) -> np.ndarray:
     """Return normalised weights, flattened by a power until their effective sample size
-    is ``least``."""
+    is ``least``. Log-weights of minus infinity stay so."""
+    finite = np.isfinite(log_weights)
     for power in (1.0, 0.7, 0.5, 0.3, 0.2, 0.1, 0.0):
-        weights = special.softmax(power * log_weights)
+        # A weight of zero remains zero. (Zero times minus infinity is NaN.)
+        flat = np.where(finite, log_weights, 0.0) * power
+        weights = special.softmax(np.where(finite, flat, -np.inf))
         if 1 / np.square(weights).sum() >= min(least, 0.9 * len(weights)):
             break
     return weights

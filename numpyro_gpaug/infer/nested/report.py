@@ -42,7 +42,11 @@ def certificate(run: Any) -> str:
     """
     weighted = run.weighted
     khat, loss = weighted.khat, weighted.loss
-    what, limit = f"k-hat {khat:.2f}", f"{weighted.limit:.2g}"
+    # As many digits as tell them apart.
+    digits = 2
+    while f"{khat:.{digits}f}" == f"{weighted.limit:.{digits}f}" and digits < 5:
+        digits += 1
+    what, limit = f"k-hat {khat:.{digits}f}", f"{weighted.limit:.{digits}g}"
     modes = f"; {run.searched.said}" if run.searched.said else ""
     modes += run.mirrors.said if run.mirrors else ""
     if run.certified:
