@@ -249,11 +249,13 @@ def test_vmap():
 def test_forms():
     matrix = mesh(60)
     pattern, values, dense = values_of(matrix, np.float32)
-    factor = sparse_cholesky.factor(pattern, values)
+    known = sparse_cholesky.factor(pattern, values).selected_inverse()
     triangles = Delaunay(np.random.default_rng(0).random((60, 2))).simplices
     a = np.random.default_rng(4).normal(size=triangles.shape)
     a[0, 1:] = 0
-    found = factor.forms(jnp.asarray(triangles), jnp.asarray(a))
+    found = sparse_cholesky.forms(
+        pattern, known, jnp.asarray(triangles), jnp.asarray(a)
+    )
     inverse = np.linalg.inv(dense)
     full = np.zeros((len(a), 60))
     np.put_along_axis(full, triangles, a, 1)
@@ -261,7 +263,8 @@ def test_forms():
     np.testing.assert_allclose(found, expected, rtol=1e-4)
     apart = np.argwhere(dense[0] == 0)[0, 0]
     rows = jnp.array([[0, apart], [0, 0]])
-    found = factor.forms(rows, jnp.array([[1.0, 1.0], [1.0, -1.0]]))
+    signs = jnp.array([[1.0, 1.0], [1.0, -1.0]])
+    found = sparse_cholesky.forms(pattern, known, rows, signs)
     assert np.isnan(found[0])
     assert found[1] == 0
 

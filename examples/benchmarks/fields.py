@@ -14,11 +14,10 @@ of the dense model. ``areas``: Poisson counts with BYM2 on a planar graph, by
 ``NestedVI``. ``lattice``: ICAR, and a proper autoregression, by ``ConjugateSVI``;
 ``log det`` is the relative error of log-determinants. ``mesh``: binomial counts and an
 SPDE, hyperparameters learnt (``ConjugateSVI``) and integrated; ``matern`` is the
-largest difference of covariances inside, relative to the variance. ``space-time``: a
-precision that is a Kronecker product of an autoregression in time and of one in space;
-``evaluation`` is of the collapsed bound and its gradient. ``coverage``: the share of
-true values in 90% intervals, fields and hyperparameters, of maps and series simulated
-from the prior::
+largest difference of covariances inside, relative to the variance. ``space-time``: an
+autoregression in time of fields in space; ``evaluation`` is of the collapsed bound and
+its gradient. ``coverage``: the share of true values in 90% intervals, fields and
+hyperparameters, of maps and series simulated from the prior::
 
     python examples/benchmarks/fields.py --json fields.json
 
@@ -174,27 +173,18 @@ def places(X: Any, total: Any, y: Any = None, *, mesh: Any) -> None:
 
 
 def space_time(steps: int, adjacency: sparse.csr_array) -> Callable[..., None]:
-    """Poisson counts in areas and steps, with an autoregression in time whose noise is
-    one in space."""
-    inner, ones = np.r_[0, np.ones(steps - 2), 0], np.ones(steps - 1)
-    beside = sparse.diags_array([ones, ones], offsets=[-1, 1])
-    in_time = sparse.eye_array(steps), -beside, sparse.diags_array(inner)
-    degrees = sparse.diags_array(np.asarray(adjacency.sum(0)).ravel())
-    matrices = [
-        sparse.kron(t, s, "csr") for t in in_time for s in (degrees, -adjacency)
-    ]
+    """Poisson counts in areas and steps."""
 
-    def model(cell: Any, y: Any = None) -> None:
+    def model(step: Any, area: Any, y: Any = None) -> None:
         phi = numpyro.sample("phi", dist.Uniform(0, 1))
         rho = numpyro.sample("rho", dist.Uniform(0, 1))
         scale = numpyro.sample("scale", dist.HalfNormal(1))
         level = numpyro.sample("level", dist.Normal(0, 2))
-        factors = [t * s for t in (1.0, phi, phi**2) for s in (1.0, rho)]
-        terms = [(f / (1 - phi**2), m) for f, m in zip(factors, matrices, strict=True)]
-        effect = numpyro.sample("effect", gpaug.GMRF(0.0, terms))
-        eta = level + scale * effect[cell]
-        with numpyro.plate("data", len(cell)):
-            numpyro.sample("y", dist.Poisson(jnp.exp(eta)), obs=y)
+        field = gpaug.SpaceTime(adjacency, steps, scale, rho, phi)
+        effect = numpyro.sample("effect", field)
+        rate = jnp.exp(level + effect[step, area])
+        with numpyro.plate("data", len(step)):
+            numpyro.sample("y", dist.Poisson(rate), obs=y)
 
     return model
 
@@ -553,7 +543,7 @@ def fit_space_time(case: str, size: int) -> dict[str, Any]:
     @jax.jit
     def both(at: Any) -> Any:
         def bound(at: Any) -> Any:
-            return log_density(collapsed, (np.arange(size), y), {}, at)[0]
+            return log_density(collapsed, (step, area, y), {}, at)[0]
 
         return jax.value_and_grad(bound)(at)
 

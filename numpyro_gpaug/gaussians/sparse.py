@@ -94,6 +94,7 @@ class NodeMoments(Bordered):
 class _SparseMoments(NamedTuple):
     mean: Array
     factor: Any
+    inverse: Array
     reflections: Array
     constrained: Array
     entries: Array
@@ -106,6 +107,8 @@ class SparseMoments(_SparseMoments, NodeMoments):
     """Moments of a Gaussian with a sparse precision that is factorised.
 
     :param factor: the factor L of the precision of the nodes.
+    :param inverse: entries of the inverse of this precision, (1, nnz): bounds and their
+        derivatives need them again.
     :param reflections: vectors v of the reflections ``I - 2 v v'``, (1, c, N).
     :param constrained: ``log det U' U``, (1,).
     """
@@ -133,11 +136,13 @@ class SparseMoments(_SparseMoments, NodeMoments):
     def neighbours(self) -> Array:
         pattern, drawn = self.structure.pattern, self._drawn
         taken = (drawn[pattern.rows] * drawn[pattern.columns]).sum(-1)
-        return self.given_border.factor.selected_inverse() - taken
+        return self.inverse[0] - taken
 
     def spreads(self, rows: Rows) -> Array:
         """Return the variances of predictors whose nodes are neighbours, (n,)."""
-        found = self.given_border.factor.forms(rows.place, rows.value)
+        found = sparse_cholesky.forms(
+            self.structure.pattern, self.inverse[0], rows.place, rows.value
+        )
         removed = (rows.value[..., None] * self._drawn[rows.place]).sum(1)
         own = jnp.maximum(found - jnp.square(removed).sum(-1), 0)
         return own + jnp.square(self.of_border(rows)).sum(-1)
@@ -595,8 +600,9 @@ class Sparse(Structure):
         )
         leading = jax.tree.map(lambda x: x[None], factor)
         return SparseMoments(
-            mean[None], leading, nodes.reflections[None], constrained[None],
-            natural.entries, cross[None], whitener, self,
+            mean[None], leading, factor.selected_inverse()[None],
+            nodes.reflections[None], constrained[None], natural.entries, cross[None],
+            whitener, self,
         )  # fmt: skip
 
     def values(self, entries: Array) -> Array:

@@ -123,25 +123,6 @@ class SparseFactor:
         flat = jnp.concatenate([x.reshape(-1) for x in found])
         return _at(flat, self.pattern.elimination.places)
 
-    @jax.jit
-    def forms(self, nodes: Array, coefficients: Array) -> Array:
-        """Return the variances ``a' Q^-1 a`` of sparse combinations of the nodes. They
-        are sums of squares, and so at least zero. Their rounding errors are relative to
-        the variances of the nodes.
-
-        :param nodes: (n, s) integers. The pattern must have an entry for each pair of
-            nodes of a row that both have a coefficient other than zero.
-        :param coefficients: a, (n, s).
-        :return: (n,); NaN for a row whose nodes have no entry in the pattern.
-        """
-        inverse = self.selected_inverse()
-        coefficients = jnp.asarray(coefficients, inverse.dtype)
-        places = self.pattern.places(nodes[:, :, None], nodes[:, None, :])
-        used = coefficients != 0
-        needed = used[:, :, None] & used[:, None, :]
-        known = inverse.at[places].get(mode="fill", fill_value=jnp.nan)
-        return _form(jnp.where(needed, known, 0), coefficients)
-
     @property
     def _groups(self) -> tuple[Group, ...]:
         return self.pattern.elimination.groups
@@ -218,6 +199,27 @@ def factor(pattern: Pattern, values: Array) -> SparseFactor:
     flat = jnp.concatenate([x.inverse.reshape(-1) for x in fronts[::-1]])
     log_det = -2 * jnp.log(_at(flat, elimination.diagonal)).sum()
     return SparseFactor(pattern, tuple(fronts[::-1]), log_det)
+
+
+@partial(jax.jit, static_argnums=0)
+def forms(pattern: Pattern, inverse: Array, nodes: Array, coefficients: Array) -> Array:
+    """Return the variances ``a' Q^-1 a`` of sparse combinations of the nodes. They are
+    sums of squares, and so at least zero. Their rounding errors are relative to the
+    variances of the nodes.
+
+    :param pattern: the places of the entries of Q.
+    :param inverse: from :meth:`SparseFactor.selected_inverse`, (nnz,).
+    :param nodes: (n, s) integers. The pattern must have an entry for each pair of
+        nodes of a row that both have a coefficient other than zero.
+    :param coefficients: a, (n, s).
+    :return: (n,); NaN for a row whose nodes have no entry in the pattern.
+    """
+    coefficients = jnp.asarray(coefficients, inverse.dtype)
+    places = pattern.places(nodes[:, :, None], nodes[:, None, :])
+    used = coefficients != 0
+    needed = used[:, :, None] & used[:, None, :]
+    known = inverse.at[places].get(mode="fill", fill_value=jnp.nan)
+    return _form(jnp.where(needed, known, 0), coefficients)
 
 
 def _columns(pattern: Pattern, values: Array) -> list[Array]:
