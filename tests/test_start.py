@@ -160,6 +160,15 @@ def test_equal_fits_have_equal_programs() -> None:
     assert texts[0] == texts[1]
 
 
+def gated(X, y=None) -> None:
+    """A model whose predictions are mixtures of several parameters."""
+    b = numpyro.sample("b", dist.Normal(0, 1).expand([2]).to_event(1))
+    counts = dist.Poisson(jnp.exp(b[0] * X[:, 0]))
+    zeros = dist.ZeroInflatedDistribution(counts, gate_logits=b[1] * X[:, 1])
+    with numpyro.plate("data", len(X)):
+        numpyro.sample("y", zeros, obs=y)
+
+
 PROGRAM = """
 import collections, json, sys
 import jax
@@ -171,13 +180,15 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 import optax
 import numpyro_gpaug as gpaug
 from tests.problems import toy
-from tests.test_start import KEY, QUIET, Counted
+from tests.test_start import KEY, QUIET, Counted, gated
 X, y = toy(30)
 model = Counted()
 svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), optax.adam(0.05))
 result = svi.run(KEY, 3, X, y, inducing=X[:5], **QUIET)
 probs = svi.posterior(result).predict_y(X).probs
-print(json.dumps([events, str(probs.sum())]))
+svi = gpaug.ConjugateSVI(gated, gpaug.AutoLatentGaussian(gated))
+mean = svi.posterior(svi.run(KEY, 1, X, y, **QUIET)).predict_y(X).mean
+print(json.dumps([events, str(probs.sum() + mean.sum())]))
 """
 
 

@@ -13,6 +13,7 @@ import numpyro.distributions as dist
 from jax import Array, random
 from numpyro.distributions import Distribution, constraints
 
+from numpyro_gpaug._numpyro import Ordered
 from numpyro_gpaug.distributions.mixtures import bounds, quantile
 from numpyro_gpaug.math.compiling import few
 
@@ -31,16 +32,21 @@ def _one_program(method: Method, **options: Any) -> Method:
     :param method: the method.
     :param options: options of ``jax.jit``.
     """
-    program = few(method, **options)
 
     @wraps(method)
-    def compiled(*args: Any, **kwargs: Any) -> Any:
+    def of_tree(mixture: Ordered, *args: Any, **kwargs: Any) -> Any:
+        return method(mixture.tree, *args, **kwargs)
+
+    program = few(of_tree, **options)
+
+    @wraps(method)
+    def compiled(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            return program(*args, **kwargs)
+            return program(Ordered(self), *args, **kwargs)
         except TypeError:
             # Static fields of a component need not be hashable, and its methods may
             # need numbers (Multinomial).
-            return method(*args, **kwargs)
+            return method(self, *args, **kwargs)
 
     return compiled  # type: ignore[return-value]
 
@@ -56,7 +62,7 @@ class PredictorMixture(Distribution):
         by ``varies`` have a leading axis over nodes.
     :param weights: weights of the nodes, summing to one; (nodes,), or (nodes, ...) if
         they differ between data.
-    :param treedef: structure of the component.
+    :param treedef: structure of the component, possibly as an ``Ordered`` tree.
     :param varies: which leaves vary.
     :param batch_shape: batch shape of a component.
     :param event_shape: event shape of a component.
@@ -123,7 +129,8 @@ class PredictorMixture(Distribution):
             next(given) if v else x
             for x, v in zip(self.leaves, self.varies, strict=True)
         ]
-        return jax.tree.unflatten(self.treedef, leaves)
+        found = jax.tree.unflatten(self.treedef, leaves)
+        return found.tree if isinstance(found, Ordered) else found
 
     def _each(self, function: Callable[[Any], Array]) -> Array:
         """Apply a function to every component, nodes first."""

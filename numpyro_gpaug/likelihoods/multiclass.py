@@ -17,6 +17,7 @@ from jax import Array, lax
 from jax.scipy.special import digamma, gammaln, polygamma
 
 from numpyro_gpaug import distributions
+from numpyro_gpaug._numpyro import Ordered
 from numpyro_gpaug.distributions._classes import chosen_class
 from numpyro_gpaug.distributions.class_counts import traceable
 from numpyro_gpaug.distributions.predictor_mixture import PredictorMixture
@@ -195,7 +196,7 @@ def _counts_predictive(d, means: Parameters, variances: Parameters):
 def _correlated_counts_predictive(d, mean: Array, variance: Array, covariance: Array):
     logits = nodes_of(mean, variance, covariance)
     weights = jnp.full(len(logits), 1 / len(logits), mean.dtype)
-    leaves, treedef = jax.tree.flatten(d)
+    leaves, treedef = jax.tree.flatten(Ordered(d))
     varies = tuple(x is d.logits for x in leaves)
     leaves = [logits if v else x for x, v in zip(leaves, varies, strict=True)]
     return PredictorMixture(

@@ -16,6 +16,7 @@ import numpyro.distributions as dist
 from jax import Array
 from numpyro.distributions import Distribution
 
+from numpyro_gpaug._numpyro import Ordered
 from numpyro_gpaug.distributions.dense_matrix_normal import DenseMatrixNormal
 from numpyro_gpaug.distributions.predictor_mixture import PredictorMixture
 from numpyro_gpaug.errors import NotConjugateError
@@ -476,7 +477,7 @@ class JointPredictiveView(JointView):
             (likelihood,) = self._at_zero([parts.likelihoods[site.name]])
             likelihood = base_distribution(likelihood.fn)
             return entry.predictive(likelihood, mean, variance, pairs)
-        leaves, treedef = jax.tree.flatten(fn)
+        leaves, treedef = jax.tree.flatten(Ordered(fn))
         variables = [leaf.variable for leaf in leaves]
         varies = tuple(program.depends(v) for v in variables)
         moving = [v for v, moves in zip(variables, varies, strict=True) if moves]

@@ -13,6 +13,7 @@ import numpyro.distributions as dist
 from jax import Array, lax, random
 from numpyro.distributions import Distribution
 
+from numpyro_gpaug._numpyro import Ordered
 from numpyro_gpaug.distributions.predictor_mixture import PredictorMixture
 from numpyro_gpaug.gaussians.dense import Moments
 from numpyro_gpaug.gp.markov import is_times
@@ -195,7 +196,7 @@ def _observations(answers: Distribution, log_weights: Array) -> Distribution:
         return dist.Categorical(logits=_density(logits, log_weights))
     if isinstance(answers, PredictorMixture):
         return answers.over_members(weights)
-    leaves, treedef = jax.tree.flatten(answers)
+    leaves, treedef = jax.tree.flatten(Ordered(answers))
     return PredictorMixture(
         tuple(leaves), weights, treedef, (True,) * len(leaves),
         answers.batch_shape, answers.event_shape,
