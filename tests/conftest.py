@@ -46,7 +46,7 @@ LONGEST = (
     "polya_gamma", "padding", "refusals", "whitening", "generalized_inverse_gaussian",
     "chain_models", "pg_sampler", "augmentations", "correlated_data",
     "augmented_expectations", "vi_against_mcmc", "expectations", "handlers", "closures",
-    "markov", "known_rows", "scanned_models", "sparse_cholesky", "nested_apart",
+    "markov", "known_rows", "scanned_models", "sparse_cholesky", "nested_groups",
     "dtypes", "robust_max",
 )  # fmt: skip
 

@@ -16,7 +16,7 @@ import pytest
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.infer import load_state, save_state
 from numpyro_gpaug.infer.vi import batches as module
-from numpyro_gpaug.infer.vi.feeds import Given, Reader
+from numpyro_gpaug.infer.vi.feeds import Reader, RunArguments
 from tests.conftest import slow
 
 KEY = jax.random.key(0)
@@ -104,7 +104,7 @@ def test_the_next_part_is_read_while_the_last_is_used(data):
             return data.X[:20], data.y[:20]
 
     parts = Parts()
-    given = Given.split(None, (gpaug.Blocks(parts, 1),), {"Z": data.Z})
+    given = RunArguments.split(None, (gpaug.Blocks(parts, 1),), {"Z": data.Z})
     reader = Reader(given, model, None, None).blocks()
     next(reader)
     assert parts.seen[1].wait(10)

@@ -7,7 +7,13 @@ import numpy as np
 import pytest
 
 from numpyro_gpaug.math import compiling
-from numpyro_gpaug.math.compiling import ahead, compiler_options, few, jit, once
+from numpyro_gpaug.math.compiling import (
+    ahead,
+    compiler_options,
+    jit,
+    jit_for_few_runs,
+    once,
+)
 from numpyro_gpaug.predict.summary import SiteMoments
 
 LEVEL = "xla_backend_optimization_level"
@@ -65,7 +71,7 @@ def test_small_programs_are_left_as_they_are_written() -> None:
         return x
 
     small, large = jnp.ones(100), jnp.ones(compiling.SMALL)
-    for compiled, left in ((jit, [True, False]), (few, [True])):
+    for compiled, left in ((jit, [True, False]), (jit_for_few_runs, [True])):
         program = compiled(wave, static_argnames="times")
         for x in (small, large, small):
             assert jnp.allclose(program(x, times=3), jnp.sin(jnp.sin(jnp.sin(x))))

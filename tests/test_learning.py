@@ -236,7 +236,7 @@ def test_a_search_that_ends_on_a_slope_says_so() -> None:
     near = search._replace(memory=memory._replace(steps=steps, falls=falls))
     going = search._replace(exhausted=jnp.array(False))
     for each in (near, going):
-        assert quasi_newton.promised(each) < 0.1
+        assert quasi_newton.promised_increase(each) < 0.1
 
 
 @pytest.mark.slow
@@ -354,9 +354,9 @@ def test_the_search_begins_at_the_best_of_the_first_order_phase(x64) -> None:
         hyper = quasi_newton.accepted(hyper, here, ascent, first, stalled)
         better = quasi_newton.improved(hyper, here, 0.0)
         kept = jax.tree.map(partial(jnp.where, value >= best), better, hyper)
-        return kept, value, begins, quasi_newton.ascends(kept)
+        return kept, value, begins, quasi_newton.is_first_order(kept)
 
-    seen, best, stalled, ascends = [], -np.inf, 0, quasi_newton.ascends(hyper)
+    seen, best, stalled, ascends = [], -np.inf, 0, quasi_newton.is_first_order(hyper)
     while ascends:
         hyper, value, begins, ascends = step(hyper, best, not seen, stalled)
         seen.append(float(value))

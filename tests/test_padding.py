@@ -16,7 +16,7 @@ from scipy import stats
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.padding import Padding
-from numpyro_gpaug.model.rows import rows_apart
+from numpyro_gpaug.model.rows import rows_independent
 from tests.conftest import slow
 
 KEY = jax.random.key(0)
@@ -334,4 +334,4 @@ MIXED = {
 def test_the_proof(name) -> None:
     function = (ROWWISE | MIXED)[name]
     few, many = (jax.make_jaxpr(function)(jnp.zeros((num, 2))) for num in (6, 9))
-    assert rows_apart(few, many) is (name in ROWWISE)
+    assert rows_independent(few, many) is (name in ROWWISE)

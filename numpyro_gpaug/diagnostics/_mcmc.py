@@ -20,7 +20,7 @@ from numpyro_gpaug._numpyro import whole_plates
 from numpyro_gpaug.diagnostics._run import run
 from numpyro_gpaug.gp.conditional import Conditional
 from numpyro_gpaug.likelihoods.expectations import base_distribution
-from numpyro_gpaug.math.compiling import few
+from numpyro_gpaug.math.compiling import jit_for_few_runs
 from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.structure import Trace
 from numpyro_gpaug.predict.posterior import Posterior
@@ -209,8 +209,8 @@ class _Site:
 
     def __init__(self, model: Model, arguments: Arguments, site: str) -> None:
         self.model, self.arguments, self.site = model, arguments, site
-        self.samples = few(jax.vmap(self._sample, (None, 0, 0)))
-        self.log_probs = few(self._log_probs)
+        self.samples = jit_for_few_runs(jax.vmap(self._sample, (None, 0, 0)))
+        self.log_probs = jit_for_few_runs(self._log_probs)
 
     def _distribution(self, given: Arguments, key: Array, draw: Any) -> Any:
         return base_distribution(run(self.model, given, key, draw)[self.site]["fn"])

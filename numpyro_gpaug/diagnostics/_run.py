@@ -39,7 +39,7 @@ from numpyro_gpaug.model.closures import watched
 from numpyro_gpaug.model.expectation import of_site
 from numpyro_gpaug.model.inspect import inspect_model
 from numpyro_gpaug.model.latents import Structure
-from numpyro_gpaug.model.structure import Observed, Trace, remembered
+from numpyro_gpaug.model.structure import Observed, Trace, from_cache
 from numpyro_gpaug.model.view import NUM_NODES, ModelView
 
 
@@ -366,7 +366,7 @@ def programs_for(
         return Programs(whole, guide, structure, arguments)
 
     key = model, guide, arguments.shapes, watched(model).version()
-    return remembered(_CACHE, key, made, _MAX_PROGRAMS)
+    return from_cache(_CACHE, key, made, _MAX_PROGRAMS)
 
 
 def evaluated_at(

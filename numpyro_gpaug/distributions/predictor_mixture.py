@@ -15,7 +15,7 @@ from numpyro.distributions import Distribution, constraints
 
 from numpyro_gpaug._numpyro import Ordered
 from numpyro_gpaug.distributions.mixtures import bounds, quantile
-from numpyro_gpaug.math.compiling import few
+from numpyro_gpaug.math.compiling import jit_for_few_runs
 
 # Nodes without a finite moment or density are left out if their weights add up to less.
 NEGLIGIBLE = 1e-3
@@ -37,7 +37,7 @@ def _one_program(method: Method, **options: Any) -> Method:
     def of_tree(mixture: Ordered, *args: Any, **kwargs: Any) -> Any:
         return method(mixture.tree, *args, **kwargs)
 
-    program = few(of_tree, **options)
+    program = jit_for_few_runs(of_tree, **options)
 
     @wraps(method)
     def compiled(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -205,13 +205,13 @@ class Structure(ABC):
         latents. There are no groups if the structure has none."""
         return Layout(0, 0, self.rank)
 
-    def split_apart(self, z: Any) -> tuple[Any, Any]:
+    def split_groups(self, z: Any) -> tuple[Any, Any]:
         """Split latents (..., M) into those of independent groups, (..., G, R), and all
         others."""
         return self.independent.split(z)
 
-    def join_apart(self, groups: Array, others: Array) -> Array:
-        """Join the two parts that :meth:`split_apart` returns."""
+    def join_groups(self, groups: Array, others: Array) -> Array:
+        """Join the two parts that :meth:`split_groups` returns."""
         return self.independent.joined(groups, others)
 
     def join_noise(self, groups: Array, others: Array) -> Array:
@@ -324,7 +324,7 @@ def drawn_white(prior: StructurePrior, q: Any, noise: Array) -> Array | None:
 class GroupsPrior(StructurePrior, Protocol):
     """The prior of a :class:`Structure` with independent groups."""
 
-    def terms_apart(self, groups: Array, others: Array) -> tuple[Array, Array]:
+    def terms_by_group(self, groups: Array, others: Array) -> tuple[Array, Array]:
         """Return numbers that add up as :meth:`terms`: those of independent groups (J,
         G, R) given all other latents (K,), and those of these."""
 

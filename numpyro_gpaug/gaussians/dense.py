@@ -39,7 +39,7 @@ from numpyro_gpaug.math.blocks import (
     remade,
     summed_blocks,
 )
-from numpyro_gpaug.math.sharding import latents_apart
+from numpyro_gpaug.math.sharding import latents_on_devices
 
 # A share of the prior variance (a squared correlation). Below it, the best predictor
 # from the inducing values moves by less than a hundredth of their standard deviations.
@@ -521,7 +521,7 @@ class AffineBlocks:
         # Rows that fill up the last block have factors of zero.
         given = factors, about
         cut = jax.tree.map(lambda x: cut_rows(x.T, self._size, "constant"), given)
-        parts = self._parts, latents_apart(cut, -1)
+        parts = self._parts, latents_on_devices(cut, -1)
 
         @remade
         def block(part: Any) -> NaturalGaussian:
@@ -552,9 +552,9 @@ class AffineBlocks:
     def _of_rows(self, function: Callable[[AffineMap], Any]) -> Any:
         def block(part: Any) -> Any:
             of_block = jax.tree.map(jnp.transpose, function(self._block(part)))
-            return latents_apart(of_block, -1)
+            return latents_on_devices(of_block, -1)
 
-        found = latents_apart(over_blocks(block, self._parts, self.number), -1)
+        found = latents_on_devices(over_blocks(block, self._parts, self.number), -1)
         return jax.tree.map(jnp.transpose, found)
 
 

@@ -276,7 +276,7 @@ class GroupPrior:
         """See :class:`~numpyro_gpaug.gaussians.base.StructurePrior`."""
         return -0.5 * jnp.square(z)
 
-    def terms_apart(self, groups: Array, others: Array) -> tuple[Array, Array]:
+    def terms_by_group(self, groups: Array, others: Array) -> tuple[Array, Array]:
         """See :class:`~numpyro_gpaug.gaussians.base.StructurePrior`."""
         return self.terms(groups), self.terms(others)
 

@@ -327,14 +327,14 @@ class NodePrior:
         constant and half of :attr:`log_det`."""
         return -0.5 * z * self._moved(z)
 
-    def terms_apart(self, groups: Array, others: Array) -> tuple[Array, Array]:
+    def terms_by_group(self, groups: Array, others: Array) -> tuple[Array, Array]:
         """See :class:`~numpyro_gpaug.gaussians.base.StructurePrior`."""
         structure = self.structure
-        z = structure.join_apart(jnp.zeros_like(groups[0]), others)
-        pulled, moved = structure.split_apart(self._moved(z))
+        z = structure.join_groups(jnp.zeros_like(groups[0]), others)
+        pulled, moved = structure.split_groups(self._moved(z))
         own = structure.values(self.entries)[structure.pattern.diagonal]
         border = jnp.ones(structure.layout.others, own.dtype)
-        diagonal, _ = structure.split_apart(jnp.concatenate([own, border]))
+        diagonal, _ = structure.split_groups(jnp.concatenate([own, border]))
         return -groups * (pulled + 0.5 * diagonal * groups), -0.5 * others * moved
 
 
@@ -499,10 +499,10 @@ class Sparse(Structure):
         groups = len(self._apart)
         return Layout(groups, 1, self.rank - groups)
 
-    def split_apart(self, z: Any) -> tuple[Any, Any]:
+    def split_groups(self, z: Any) -> tuple[Any, Any]:
         return z[..., self._apart, None], z[..., self._rest]
 
-    def join_apart(self, groups: Array, others: Array) -> Array:
+    def join_groups(self, groups: Array, others: Array) -> Array:
         order = np.argsort(np.append(self._apart, self._rest))
         return jnp.concatenate([groups[..., 0], others], -1)[..., order]
 

@@ -33,9 +33,9 @@ from numpyro_gpaug.model.starts import MedianStart
 from numpyro_gpaug.model.structure import (
     Block,
     Trace,
-    any_key,
+    fixed_key,
     flat_functions,
-    remembered,
+    from_cache,
     run_model,
     without_gaussians,
 )
@@ -152,7 +152,7 @@ class ProcessGuide(Displayed):
         :param arguments: the model's arguments.
         """
         whole, here = self.structure, arguments.counting_all()
-        return remembered(
+        return from_cache(
             self._sizes, here.shapes, lambda: structure_at(self.model, whole, here)
         )
 
@@ -193,7 +193,7 @@ class ProcessGuide(Displayed):
         if isinstance(self._other, PointGuide):
             return self._other.set_up(args, kwargs)
         with handlers.block():
-            seeded = handlers.trace(handlers.seed(self._other, any_key()))
+            seeded = handlers.trace(handlers.seed(self._other, fixed_key()))
             trace = seeded.get_trace(*args, **kwargs)
         return {
             name: site["kwargs"].get("constraint", constraints.real)
@@ -227,7 +227,7 @@ class ProcessGuide(Displayed):
             return True
         # Equal methods would share a program.
         here = partial(self._others_at)
-        program = remembered(
+        program = from_cache(
             self._others, arguments.shapes, lambda: ahead(here, arguments)
         )
         known, found = other.known(), program(arguments)
@@ -320,7 +320,7 @@ class ProcessGuide(Displayed):
             expose=[*structure.others, *structure.plates],
         )
         if self._other_class is AutoDelta:
-            key = any_key(*STARTS)
+            key = fixed_key(*STARTS)
             return PointGuide(fixed, key=key, start=MedianStart, call=once)
         return self._other_class(fixed)
 

@@ -26,7 +26,7 @@ from numpyro_gpaug.gp.process import GaussianProcess
 from numpyro_gpaug.gp.projection import latent_first
 from numpyro_gpaug.guides.base import Own
 from numpyro_gpaug.guides.sparse_gp import AutoSparseGP, standard
-from numpyro_gpaug.math.compiling import few
+from numpyro_gpaug.math.compiling import jit_for_few_runs
 from numpyro_gpaug.math.linalg import precise
 from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.structure import Block, Trace
@@ -205,7 +205,7 @@ class TrackedGP(ContinuedGP):
 
     def __init__(self, model: Model) -> None:
         super().__init__(model)
-        self._program: Any = one_thread(few(self._known))
+        self._program: Any = one_thread(jit_for_few_runs(self._known))
 
     def going_on(
         self, arguments: Arguments, values: Values, moments: dict[str, Moments]

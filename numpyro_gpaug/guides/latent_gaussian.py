@@ -24,7 +24,7 @@ from numpyro_gpaug.guides.base import ConjugateGuide, Own
 from numpyro_gpaug.guides.function_posterior import InducingPosterior
 from numpyro_gpaug.guides.sparse_gp import NATURAL, with_latent_axis
 from numpyro_gpaug.math.arrays import is_traced
-from numpyro_gpaug.math.compiling import few
+from numpyro_gpaug.math.compiling import jit_for_few_runs
 from numpyro_gpaug.math.linalg import precise
 from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.costs import FIT, WHITE
@@ -33,7 +33,7 @@ from numpyro_gpaug.model.gaussians import field
 from numpyro_gpaug.model.inspect import inspect_joint
 from numpyro_gpaug.model.joint import Codes, JointView
 from numpyro_gpaug.model.latents import JOINT, Grouping, Structure
-from numpyro_gpaug.model.structure import Block, Trace, any_key, remembered
+from numpyro_gpaug.model.structure import Block, Trace, fixed_key, from_cache
 from numpyro_gpaug.model.whitened import whitened
 
 _DENSE = f"{JOINT}_auto_loc", f"{JOINT}_auto_tril"
@@ -170,9 +170,11 @@ class AutoLatentGaussian(ConjugateGuide):
         def seen(here: Arguments) -> Codes:
             # Without padding, because a batch that is passed in is shorter than its
             # plate.
-            return self.seen(JointView(structure, self.model, here, {}, any_key()))
+            return self.seen(JointView(structure, self.model, here, {}, fixed_key()))
 
-        program = remembered(self._checks, arguments.shapes, lambda: few(seen))
+        program = from_cache(
+            self._checks, arguments.shapes, lambda: jit_for_few_runs(seen)
+        )
         program(arguments).check()
 
     def seen(self, view: Any) -> Codes:
@@ -255,10 +257,10 @@ class AutoLatentGaussian(ConjugateGuide):
         here = structure.unturned
 
         def projection(arguments: Arguments, values: Values) -> Array:
-            view = self.view(here, self.model, arguments, values, any_key())
+            view = self.view(here, self.model, arguments, values, fixed_key())
             return view.predictors.dense.projection[0]
 
-        found = few(projection)(arguments, values)
+        found = jit_for_few_runs(projection)(arguments, values)
         self._structure = self.structure.turned(np.asarray(found))
         self._sizes, self._checks = {}, {}
         return True

@@ -13,7 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from numpyro_gpaug.math.sharding import kept_apart, latent_parts, rows_apart, shards
+from numpyro_gpaug.math.sharding import (
+    latent_parts,
+    parts_on_devices,
+    rows_on_devices,
+    shards,
+)
 
 # In bytes. Up to this size there is one block, because loops take longer to compile.
 WHOLE = 2**25
@@ -58,11 +63,11 @@ def cut_rows(values: Array, size: int, filled: str = "edge") -> Array:
     parts, shape = _parts(len(values)), values.shape[1:]
     of_one, each = len(values) // parts, size // parts
     blocks = -(-of_one // each)
-    apart = kept_apart(values.reshape(parts, of_one, *shape))
+    apart = parts_on_devices(values.reshape(parts, of_one, *shape))
     last = apart[:, -1:]
-    last = kept_apart(last if filled == "edge" else jnp.zeros_like(last))
+    last = parts_on_devices(last if filled == "edge" else jnp.zeros_like(last))
     missing = (parts, blocks * each - of_one, *shape)
-    cut = kept_apart(jnp.concatenate([apart, jnp.broadcast_to(last, missing)], 1))
+    cut = parts_on_devices(jnp.concatenate([apart, jnp.broadcast_to(last, missing)], 1))
     return jnp.moveaxis(cut.reshape(parts, blocks, each, *shape), 1, 0)
 
 
@@ -97,7 +102,7 @@ def summed_blocks(add: Callable[[Any, Any], Any], none: Any, blocks: Any) -> Any
     """
     parts = _devices(blocks)
     none = jax.tree.map(
-        lambda x: kept_apart(jnp.broadcast_to(x, (parts, *x.shape))), none
+        lambda x: parts_on_devices(jnp.broadcast_to(x, (parts, *x.shape))), none
     )
     like = jax.tree.map(lambda x: x[None], none)
     added = _on_devices(lambda given: add(*given), (like, blocks))
@@ -129,11 +134,11 @@ def _on_devices(function: Callable[[Any], Any], blocks: Any) -> Callable[[Any], 
 
     like = jax.eval_shape(partial(jax.tree.map, lambda x: x[0, 0]), blocks)
     of_part, common = jax.closure_convert(function, like)
-    own = [kept_apart(jnp.broadcast_to(x, (parts, *x.shape))) for x in common]
+    own = [parts_on_devices(jnp.broadcast_to(x, (parts, *x.shape))) for x in common]
 
     def together(block: Any) -> Any:
-        found = jax.vmap(of_part)(jax.tree.map(kept_apart, block), *own)
-        return jax.tree.map(kept_apart, found)
+        found = jax.vmap(of_part)(jax.tree.map(parts_on_devices, block), *own)
+        return jax.tree.map(parts_on_devices, found)
 
     return together
 
@@ -143,7 +148,7 @@ def _joined(blocks: Any, rows: int) -> Any:
 
     def whole(x: Array) -> Array:
         parts, shape = x.shape[1], x.shape[3:]
-        apart = kept_apart(jnp.moveaxis(x, 1, 0).reshape(parts, -1, *shape))
+        apart = parts_on_devices(jnp.moveaxis(x, 1, 0).reshape(parts, -1, *shape))
         return apart[:, : rows // parts].reshape(rows, *shape)
 
     return jax.tree.map(whole, blocks)
@@ -177,14 +182,14 @@ def by_elements(
     rows = math.prod(shape)
     # Rows are the last axis. In C order the rows of one device stay together.
     order = "C" if _parts(rows) == 1 else "F"
-    flat = [rows_apart(jnp.broadcast_to(x, shape).ravel(order)) for x in arrays]
+    flat = [rows_on_devices(jnp.broadcast_to(x, shape).ravel(order)) for x in arrays]
     held = _AT_ONCE if jax.default_backend() == "cpu" else 1
     size = rows_of_blocks(rows, each * held, dtype)
 
     def of_devices(block: Any) -> Any:
         parts = len(block[0])
-        found = function(*(rows_apart(x.ravel()) for x in block))
-        return jax.tree.map(lambda x: kept_apart(x.reshape(parts, -1)), found)
+        found = function(*(rows_on_devices(x.ravel()) for x in block))
+        return jax.tree.map(lambda x: parts_on_devices(x.reshape(parts, -1)), found)
 
     if size is None:
         found = function(*flat)

@@ -168,7 +168,7 @@ class jit:
             program.clear_cache()
 
 
-few = partial(jit, small=SMALL_OF_FEW)
+jit_for_few_runs = partial(jit, small=SMALL_OF_FEW)
 
 
 def ahead(function: Callable[..., Any], *args: Any) -> Callable[..., Any]:

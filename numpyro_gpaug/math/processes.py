@@ -21,7 +21,7 @@ def spans_processes(mesh: Mesh | None) -> bool:
     return mesh is not None and len({x.process_index for x in mesh.devices.flat}) > 1
 
 
-def told_by_all(held: Any) -> list[str]:
+def text_of_every_process(held: Any) -> list[str]:
     """Gather the state of every process, by process.
 
     :param held: the state, which prints alike exactly if it is alike.
@@ -32,7 +32,7 @@ def told_by_all(held: Any) -> list[str]:
     return [bytes(row).decode(errors="ignore").strip() for row in rows]
 
 
-def least_of_all(numbers: Sequence[int]) -> list[int]:
+def minimum_over_processes(numbers: Sequence[int]) -> list[int]:
     """Return the minimum over processes, for each of some numbers."""
     everywhere = multihost_utils.process_allgather(np.array(numbers, np.int32))
     return everywhere.reshape(-1, len(numbers)).min(0).tolist()
@@ -66,8 +66,8 @@ def all_or_none(mesh: Mesh | None) -> Iterator[None]:
         yield
     except Exception as found:
         error = found
-    if spans_processes(mesh) and not least_of_all([error is None])[0]:
-        told = told_by_all("" if error is None else _described(error))
+    if spans_processes(mesh) and not minimum_over_processes([error is None])[0]:
+        told = text_of_every_process("" if error is None else _described(error))
         if error is None:
             failed = [f"process {i} failed: {x}" for i, x in enumerate(told) if x]
             raise RuntimeError("; ".join(failed))

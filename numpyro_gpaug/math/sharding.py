@@ -20,7 +20,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from numpyro_gpaug.math.processes import told_by_all
+from numpyro_gpaug.math.processes import text_of_every_process
 
 # The axes of a mesh over which rows and latents are divided.
 ROWS, LATENTS = "rows", "latents"
@@ -31,7 +31,7 @@ def shards() -> int:
     return dict(jax.sharding.get_abstract_mesh().shape).get(ROWS, 1)
 
 
-def kept_apart(parts: Array) -> Array:
+def parts_on_devices(parts: Array) -> Array:
     """Return an array whose first axis is over the parts of :func:`shards`, constrained
     to stay on its devices, as is its derivative."""
     if parts.shape[0] == 1:
@@ -39,7 +39,7 @@ def kept_apart(parts: Array) -> Array:
     return _constrained(parts, ROWS, 0)
 
 
-def rows_apart(rows: Array) -> Array:
+def rows_on_devices(rows: Array) -> Array:
     """Return an array whose first axis is over rows, with each part of :func:`shards`
     on its device, if the parts have equally many rows."""
     parts = shards()
@@ -84,7 +84,7 @@ def mesh_of_latents(tree: Any) -> Mesh | None:
     return None
 
 
-def latents_apart(tree: Any, axis: int = 0) -> Any:
+def latents_on_devices(tree: Any, axis: int = 0) -> Any:
     """Return arrays with an axis over latents, constrained to stay on their devices.
 
     :param tree: a pytree of such arrays.
@@ -179,7 +179,7 @@ def check_shards(tree: Any) -> None:
     if not shared:
         return
     held = [(*x.addressable_shards[0].data.shape, str(x.dtype)) for x in shared]
-    found = told_by_all(held)
+    found = text_of_every_process(held)
     if len(set(found)) > 1 or any(0 in x.shape for x in shared):
         raise ValueError(
             "the processes have parts of unequal shapes or dtypes, or without "

@@ -226,13 +226,13 @@ def _eliminated(pattern: Pattern) -> Elimination:
         int(inner.sum()), new[rows[kept]], new[columns[kept]], _PART
     )
     if len(pattern.outer):
-        _hang(pattern.outer, (rows, columns), depth, code)
+        _attach(pattern.outer, (rows, columns), depth, code)
     borders = _borders(pattern.size, rows, columns, depth, code)
     tops = _groups(depth, code, borders, apart=len(pattern.outer) > 0)
     return _Builder(pattern, depth, code, borders, tops).build()
 
 
-def _hang(
+def _attach(
     outer: _Indices, ends: tuple[_Indices, _Indices], depth: _Indices, code: _Indices
 ) -> None:
     """Hang outer nodes into the tree, each as a leaf of its own below the deepest of

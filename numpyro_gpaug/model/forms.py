@@ -34,7 +34,7 @@ _FEWEST, _WIDEST = 16, 8
 _BORDER = 64
 
 
-class Asked(NamedTuple):
+class Queries(NamedTuple):
     """A model's predictors, with queries of their dependence on latents.
 
     :param view: a function that returns the view of the model, given a structure and
@@ -91,7 +91,7 @@ class Asked(NamedTuple):
         return once(looked_at, self.arrays)
 
 
-def find_form(structure: Structure, asked: Asked, purpose: Purpose) -> Structure:
+def find_form(structure: Structure, asked: Queries, purpose: Purpose) -> Structure:
     """Return a structure in the form that costs least: groups, steps of chains, or one
     dense matrix. The dense structure is returned unchanged if the arguments are traced.
 
@@ -144,7 +144,7 @@ def find_form(structure: Structure, asked: Asked, purpose: Purpose) -> Structure
 
 
 def find_sparse(
-    structure: Structure, asked: Asked, purpose: Purpose, fields: dict[str, Field]
+    structure: Structure, asked: Queries, purpose: Purpose, fields: dict[str, Field]
 ) -> Structure | None:
     """Return a structure in which fields, and other sites of whose members each datum
     depends on one, are the nodes of a sparse precision; ``None`` if it does not exist,
@@ -220,7 +220,7 @@ def _iterative(
     fewer than two.
 
     :param structure: the dense structure of a model.
-    :param told: groupings of one site, with answers of :meth:`Asked.looked_at`.
+    :param told: groupings of one site, with answers of :meth:`Queries.looked_at`.
     :param pairs: pairs of predictors that likelihoods depend on jointly.
     """
     found: dict[str, tuple[Grouping, np.ndarray]] = {}
@@ -478,7 +478,7 @@ def _looked_at(
     predictors: Predictors, grouping: Grouping
 ) -> tuple[Array, Array, Array]:
     """Return the dependence of predictors on one grouping; see
-    :meth:`Asked.looked_at`."""
+    :meth:`Queries.looked_at`."""
     structure = predictors.structure
     value, place = predictors.single(grouping)
     rng, worst = np.random.default_rng(0), []
@@ -497,7 +497,7 @@ def _group_of_data(
     """Return the member that each predictor depends on, the same for all predictors of
     a datum; -1 for none. Return ``None`` if a predictor depends on several members.
 
-    :param told: an answer of :meth:`Asked.looked_at`.
+    :param told: an answer of :meth:`Queries.looked_at`.
     :param pairs: the pairs of predictors of one datum.
     """
     depends, place, off = map(np.asarray, told)

@@ -34,7 +34,7 @@ from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.correlated_data import correlated_axes
 from numpyro_gpaug.model.costs import FEWEST_NODES, FIT, Purpose
 from numpyro_gpaug.model.exponentials import has_form
-from numpyro_gpaug.model.forms import Asked, find_form, find_sparse, refuse_large
+from numpyro_gpaug.model.forms import Queries, find_form, find_sparse, refuse_large
 from numpyro_gpaug.model.frontier import frontier, separation, single_inputs
 from numpyro_gpaug.model.jaxpr import (
     called_name,
@@ -50,7 +50,7 @@ from numpyro_gpaug.model.program import Program, check_indices, program_of_other
 from numpyro_gpaug.model.structure import (
     Block,
     Observed,
-    any_key,
+    fixed_key,
     flat_functions,
     run_model,
 )
@@ -752,16 +752,16 @@ def in_form(
 
 def _asked(
     structure: Structure, model: Callable[..., Any], arguments: Arguments
-) -> tuple[Asked, JointView]:
+) -> tuple[Queries, JointView]:
     """Return queries of the dependence of predictors on latents, and the view of the
     model."""
 
     def seen(structure: Structure, arrays: tuple[Array, ...]) -> JointView:
         given = arguments._replace(arrays=arrays)
-        return JointView(structure, model, given, {}, any_key())
+        return JointView(structure, model, given, {}, fixed_key())
 
     view = seen(structure, arguments.arrays)
-    return Asked(seen, arguments.arrays, view.pairs, view.rows), view
+    return Queries(seen, arguments.arrays, view.pairs, view.rows), view
 
 
 def _read(

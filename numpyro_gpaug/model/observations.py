@@ -26,9 +26,9 @@ from numpyro_gpaug.model.gaussians import at_prior_means
 from numpyro_gpaug.model.latents import Structure
 from numpyro_gpaug.model.structure import (
     Trace,
-    any_key,
+    fixed_key,
     flat_functions,
-    remembered,
+    from_cache,
     run_model,
 )
 
@@ -180,7 +180,7 @@ def check_observations(
         return names, ahead(flags, arguments)
 
     cached = {} if programs is None else programs
-    names, compiled = remembered(cached, arguments.shapes, compiled_flags)
+    names, compiled = from_cache(cached, arguments.shapes, compiled_flags)
     # A guide may be called in a trace that its arguments are not part of.
     inside_all = compiled(arguments)
     for (name, parameter), inside in zip(names, inside_all, strict=True):
@@ -231,7 +231,7 @@ def at_prior(
         flat = at_prior_means(flat, tuple(s.name for s in structure.sites))
     else:
         given = {**structure.zeros, **given}
-    return run_model(flat, arguments, any_key() if key is None else key, given)
+    return run_model(flat, arguments, fixed_key() if key is None else key, given)
 
 
 def all_valid(

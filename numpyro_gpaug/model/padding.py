@@ -24,8 +24,8 @@ from numpyro_gpaug.math.arrays import is_traced
 from numpyro_gpaug.math.sharding import ROWS
 from numpyro_gpaug.model.arguments import Added, Arguments, is_array
 from numpyro_gpaug.model.jaxpr import jaxpr_and_tree
-from numpyro_gpaug.model.rows import rows_apart
-from numpyro_gpaug.model.structure import any_key, remembered, run_model
+from numpyro_gpaug.model.rows import rows_independent
+from numpyro_gpaug.model.structure import fixed_key, from_cache, run_model
 
 # The smallest padded size, because programs with fewer rows are no faster. Above it, at
 # most one row in this number is added.
@@ -72,7 +72,7 @@ class Padding:
         if is_traced(arguments) or not num or arguments.mesh is not None:
             return arguments
         family, here = family_of(arguments), _with_rows(arguments)
-        numbers, known = remembered(self._families, family, lambda: (set(), here))
+        numbers, known = from_cache(self._families, family, lambda: (set(), here))
         numbers.add(num)
         parts = 1 if mesh is None else mesh.shape[ROWS]
         size = -(-num // parts) * parts
@@ -84,7 +84,7 @@ class Padding:
             return arguments
         added = Added(size, frozenset(rows))
         key, proof = (arguments.shapes, added), partial(self._prove, arguments, added)
-        proved = remembered(self._proved, key, partial(proof, num))
+        proved = from_cache(self._proved, key, partial(proof, num))
         if proved is None:  # the arguments may be wrong, so nothing follows for others
             return arguments
         known &= rows
@@ -105,7 +105,7 @@ class Padding:
         )
         key = shapes, arguments.static, block
         of_blocks = partial(self._prove, arguments, two, block.size, blocks=True)
-        return remembered(self._proved, key, of_blocks) is not None
+        return from_cache(self._proved, key, of_blocks) is not None
 
     def clear(self) -> None:
         """Drop the proofs, for another model."""
@@ -121,7 +121,7 @@ class Padding:
         :param arguments: arguments without added rows.
         :param added: the rows to add.
         :param num: the number of rows that it is compared with.
-        :param blocks: see :func:`~numpyro_gpaug.model.rows.rows_apart`.
+        :param blocks: see :func:`~numpyro_gpaug.model.rows.rows_independent`.
         :return: ``added``, with the axes of deterministic sites; ``None`` without a
             proof.
         """
@@ -130,12 +130,12 @@ class Padding:
         more = arguments.with_rows(added)
         try:
             first = self._trace(few)
-            other = remembered(self._traced, more.shapes, lambda: self._trace(more))
+            other = from_cache(self._traced, more.shapes, lambda: self._trace(more))
             if first.latent != other.latent:
                 return None
             if blocks and first.subsampled:
                 return added
-            if not rows_apart(first.jaxpr, other.jaxpr, blocks=blocks):
+            if not rows_independent(first.jaxpr, other.jaxpr, blocks=blocks):
                 return None
             if not all(_in_plates(x, other.sites[k]) for k, x in first.sites.items()):
                 return None
@@ -161,7 +161,7 @@ class Padding:
         def parts(arrays: dict[str, Any]) -> list[Any]:
             given = tuple(arrays[name] for name in names)
             at = arguments._replace(arrays=given)
-            trace = run_model(self._model, at, any_key(), {})
+            trace = run_model(self._model, at, fixed_key(), {})
             for name, site in trace.items():
                 drawn = site["type"] == "sample"
                 if drawn and (site["is_observed"] or name in self._data):

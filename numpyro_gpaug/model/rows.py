@@ -34,7 +34,7 @@ class _MixedError(Exception):
     """Rows depend on one another, or the programs differ."""
 
 
-def rows_apart(few: Any, many: Any, *, blocks: bool = False) -> bool:
+def rows_independent(few: Any, many: Any, *, blocks: bool = False) -> bool:
     """Whether a function treats rows one by one, so that additional rows change no
     other row.
 
@@ -66,7 +66,7 @@ class _Pair:
     """Two jaxprs that are read in parallel.
 
     :param sizes: pairs of numbers of rows.
-    :param blocks: see :func:`rows_apart`.
+    :param blocks: see :func:`rows_independent`.
     """
 
     def __init__(self, sizes: set[tuple[int, int]], *, blocks: bool) -> None:
@@ -149,7 +149,7 @@ def _keeps_rows(
     :param eqn: the equation.
     :param ins: axes over rows of its operands, ``None`` without.
     :param out: the axis over rows of its result.
-    :param blocks: see :func:`rows_apart`.
+    :param blocks: see :func:`rows_independent`.
     """
     name, params, axis = eqn.primitive.name, eqn.params, ins[0] if ins else None
     if name == "iota":

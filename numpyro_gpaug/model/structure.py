@@ -100,7 +100,7 @@ class Plate(NamedTuple):
 MAX_SHAPES = 64
 
 
-def remembered(
+def from_cache(
     cache: dict[Any, Any], key: Any, made: Callable[[], Any], most: int = MAX_SHAPES
 ) -> Any:
     """Return the cached value of a key, which is made if necessary. A cache of more
@@ -142,7 +142,7 @@ def fill(fn: Callable[..., Any], values: dict[str, Any]) -> Callable[..., Any]:
     return handlers.substitute(fn, substitute_fn=filled)
 
 
-def any_key(*numbers: int) -> Array:
+def fixed_key(*numbers: int) -> Array:
     """A random key that is fixed, from its two numbers (zeros, for callers whose result
     does not depend on it): ``jax.random.key`` would compile a program."""
     data: Any = np.array(numbers or (0, 0), np.uint32)

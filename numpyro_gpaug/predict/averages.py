@@ -143,7 +143,7 @@ CONTRASTS: dict[str, tuple[str, Callable[..., Any]]] = {
 }
 
 
-class Question(NamedTuple):
+class AveragesWanted(NamedTuple):
     """What is averaged, and how.
 
     :param scenarios: arguments of the model, one pair for each scenario.
@@ -174,7 +174,7 @@ class Question(NamedTuple):
         contrast: Contrast,
         weights: ArrayLike | None,
         labels: Labels | None = None,
-    ) -> Question:
+    ) -> AveragesWanted:
         """Read the arguments of :meth:`Posterior.average`.
 
         :param kept: keyword arguments of the fit.
@@ -463,7 +463,7 @@ def average(
     >>> print(bool(abs(ratio.mean[0] - jnp.exp(draws["b"]).mean()) < 1e-4))
     True
     """
-    question = Question.of(
+    question = AveragesWanted.of(
         model, args, kwargs, {}, at=at, by=by, contrast=contrast, weights=weights
     )
     key, rows = random.key(0), question.rows

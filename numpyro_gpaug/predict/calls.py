@@ -200,7 +200,7 @@ class Calls:
             or (joint and rows <= MAX_DENSE)
             or (arguments.mesh is not None)
         )
-        proved = at_once or self._predictor.rows_apart(*called, size)
+        proved = at_once or self._predictor.rows_independent(*called, size)
         # Rows that depend on one another are no block of others.
         if at_once or (rows <= MAX_DENSE and not proved):
             predicted = self._padded if joint else self._at_once

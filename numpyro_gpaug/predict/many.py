@@ -22,7 +22,7 @@ from numpyro_gpaug.math.compiling import jit
 from numpyro_gpaug.model.arguments import Arguments, Values
 from numpyro_gpaug.model.latents import Structure
 from numpyro_gpaug.model.responses import Responses, in_lanes
-from numpyro_gpaug.model.structure import remembered
+from numpyro_gpaug.model.structure import from_cache
 from numpyro_gpaug.predict.mixture import Fitted, FunctionValues
 from numpyro_gpaug.predict.posterior import Posterior
 from numpyro_gpaug.predict.predictor import Predictor
@@ -249,7 +249,7 @@ class Posteriors(
             args, kwargs = Arguments(arrays, static).merge()
             return Ordered(function(posterior, *args, **kwargs))
 
-        program = remembered(
+        program = from_cache(
             self._programs, (key, first.shapes, which),
             lambda: jit(in_lanes(one, which), small=SMALL),
         )  # fmt: skip

@@ -33,10 +33,10 @@ from numpyro_gpaug.model.display import latent_rows, observed_rows
 from numpyro_gpaug.model.latents import Structure
 from numpyro_gpaug.model.left_out import LeftOut
 from numpyro_gpaug.model.observations import check_observations
-from numpyro_gpaug.model.structure import remembered
+from numpyro_gpaug.model.structure import from_cache
 from numpyro_gpaug.predict.archive import SavedFit, read_fit, write_fit
 from numpyro_gpaug.predict.arguments import FitArguments
-from numpyro_gpaug.predict.averages import Averages, Contrast, Of, Question
+from numpyro_gpaug.predict.averages import Averages, AveragesWanted, Contrast, Of
 from numpyro_gpaug.predict.calls import Calls
 from numpyro_gpaug.predict.mixture import Fitted, FunctionValues, WithoutData
 from numpyro_gpaug.predict.predictor import Predictor, predictor_for
@@ -343,7 +343,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         """
         if site in self._sites:
             # A covariance matrix needs a factorisation.
-            return remembered(self._known, site, lambda: self._sites[site].distribution)
+            return from_cache(self._known, site, lambda: self._sites[site].distribution)
         weights = self.weights
         if site not in weights:
             if site in self._fitted.values and not site.endswith("_auto_loc"):
@@ -513,7 +513,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         check_count("num_draws", num_draws)
         observed = self._predictor.predicted(site)
         kept = self._fit_arguments.kwargs
-        question = Question.of(
+        question = AveragesWanted.of(
             self.model, args, kwargs, kept,
             at=at, by=by, contrast=contrast, weights=weights,
             labels=self._fit_arguments.labels,

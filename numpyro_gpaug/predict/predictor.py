@@ -24,7 +24,7 @@ from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.guides.function_posterior import Fit
 from numpyro_gpaug.likelihoods.expectations import Route
 from numpyro_gpaug.math.arrays import in_dtype_of, is_traced
-from numpyro_gpaug.math.compiling import few
+from numpyro_gpaug.math.compiling import jit_for_few_runs
 from numpyro_gpaug.math.sharding import mesh_of_latents, on_mesh
 from numpyro_gpaug.math.threads import threads_for
 from numpyro_gpaug.model.affine import ROUNDING, check_groups
@@ -40,7 +40,7 @@ from numpyro_gpaug.model.structure import (
     MAX_SHAPES,
     Observed,
     flat_functions,
-    remembered,
+    from_cache,
     run_model,
 )
 from numpyro_gpaug.predict.answers import Answers, JointAnswers, one_of
@@ -83,7 +83,7 @@ class Predictor:
         self.named, self.observed = self._answers.named, self._answers.observed
         self.other_sites = self._answers.other_sites
         static = "what", "site", "num", "grouped", "unpadded", "of"
-        self._compiled = few(self._answer, static_argnames=static)
+        self._compiled = jit_for_few_runs(self._answer, static_argnames=static)
         # Programs and results of tracing, by kind and shapes of arguments.
         self._cache: dict[Any, Any] = {}
         names = tuple(site.name for site in structure.observed)
@@ -106,7 +106,7 @@ class Predictor:
 
     def _cached(self, kind: str, key: Any, made: Callable[[], Any]) -> Any:
         """Return what is known about a key, which is made if necessary."""
-        return remembered(self._cache, (kind, key), made, 8 * MAX_SHAPES)
+        return from_cache(self._cache, (kind, key), made, 8 * MAX_SHAPES)
 
     def _run(
         self, function: Callable[..., Any], arguments: Arguments, *given: Any
@@ -116,7 +116,9 @@ class Predictor:
         :param function: a function of these and of the rest, known by its name.
         """
         program = self._cached(
-            function.__name__, arguments.shapes, lambda: few(partial(function))
+            function.__name__,
+            arguments.shapes,
+            lambda: jit_for_few_runs(partial(function)),
         )
         with threads_for(self.structure.largest):
             found = program(arguments, *given)
@@ -201,7 +203,7 @@ class Predictor:
         return self._padding(arguments, doubling=what not in ("joint", "draws"))
 
     @one_thread
-    def rows_apart(
+    def rows_independent(
         self, arguments: Arguments, by_row: tuple[bool, ...], size: int
     ) -> bool:
         """Whether the model treats rows one by one, so that they may be predicted in
@@ -392,7 +394,9 @@ class Predictor:
 
         indexed: list[Any] = []
         program = self._cached(
-            "checks", (arguments.shapes, site), lambda: (few(checks), indexed)
+            "checks",
+            (arguments.shapes, site),
+            lambda: (jit_for_few_runs(checks), indexed),
         )
         reached, here, (needed, whole) = program[0](arguments, fitted.first)
         check_groups(needed, f"values of {site!r}")

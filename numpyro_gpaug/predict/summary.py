@@ -15,7 +15,7 @@ from numpyro.distributions.util import lazy_property
 
 from numpyro_gpaug._display import entries
 from numpyro_gpaug.math import linalg
-from numpyro_gpaug.math.compiling import few
+from numpyro_gpaug.math.compiling import jit_for_few_runs
 from numpyro_gpaug.math.importance import varying, weighted_quantiles
 from numpyro_gpaug.math.threads import threads_for
 from numpyro_gpaug.model.arguments import Values
@@ -132,10 +132,10 @@ class LatentNormal(dist.MultivariateNormal):
 
 
 # Compiled, because single operations take longer than a fit when a size is new.
-_root = few(jnp.sqrt)
+_root = jit_for_few_runs(jnp.sqrt)
 
 
-@few
+@jit_for_few_runs
 def _factor(covariance: Array) -> Array:
     # A constraint (such as a sum of zero) makes it singular.
     least = 10 * jnp.finfo(covariance.dtype).eps * jnp.trace(covariance)

@@ -284,15 +284,15 @@ class _Structured(NamedTuple):
     def _found_apart(self, prior: Any, q: Any, z: Array) -> dict[str, Array]:
         """Return the same of groups that are independent given all other latents."""
         structure = self.structure
-        groups, others = structure.split_apart(z)
-        parts = prior.terms_apart(groups[None], others)
+        groups, others = structure.split_groups(z)
+        parts = prior.terms_by_group(groups[None], others)
         number = groups.size
         own = jnp.eye(number, dtype=z.dtype).reshape(number, *groups.shape)
         rest = jnp.zeros((number, structure.independent.others), z.dtype)
-        moved = structure.split_apart(q.unwhiten(structure.join_noise(own, rest)))
+        moved = structure.split_groups(q.unwhiten(structure.join_noise(own, rest)))
         root = moved[0].reshape(number, number)
         return {
-            "latents that are split and joined": structure.join_apart(groups, others),
+            "latents that are split and joined": structure.join_groups(groups, others),
             "the prior's terms of groups and others": sum(x.sum() for x in parts),
             "the covariance of groups given others": root.T @ root,
             "others for the noise of groups": moved[1],
@@ -351,7 +351,7 @@ class _Structured(NamedTuple):
                 "the covariance of whitened draws": lower @ covariance @ lower.T,
             }
         if self.structure.independent.groups:
-            groups, others = self.structure.split_apart(np.arange(size))
+            groups, others = self.structure.split_groups(np.arange(size))
             own = np.ix_(groups.ravel(), groups.ravel())
             found |= {
                 "latents that are split and joined": z[0],

@@ -31,7 +31,7 @@ from numpyro_gpaug.model.calls import check_count, check_key
 from numpyro_gpaug.model.closures import Version, watched
 from numpyro_gpaug.model.columns import Columns, Labels
 from numpyro_gpaug.model.latents import JOINT
-from numpyro_gpaug.model.structure import remembered
+from numpyro_gpaug.model.structure import from_cache
 from numpyro_gpaug.model.validation import check_arguments
 from numpyro_gpaug.predict import Posterior
 from numpyro_gpaug.predict.mixture import Fitted, Members
@@ -219,7 +219,7 @@ class CollapsedModel:
         arguments = Arguments.split(args, kwargs)
         bound = self._bounds.at(arguments, args, kwargs)
         refuse_params(bound, "draws of a collapsed model are of")
-        programs = remembered(
+        programs = from_cache(
             self._programs, arguments.shapes, lambda: Programs(bound, arguments, 1)
         )
         return arguments, programs

@@ -13,8 +13,13 @@ import jax
 import numpy as np
 from jax import Array, random
 
-from numpyro_gpaug.infer.nested.apart import Apart, corners_of, group_of_terms, may_part
 from numpyro_gpaug.infer.nested.bound import Start
+from numpyro_gpaug.infer.nested.group_draws import (
+    GroupDraws,
+    corners_of,
+    group_of_terms,
+    may_part,
+)
 from numpyro_gpaug.infer.nested.hyperparameters import Hyperparameters
 from numpyro_gpaug.infer.nested.known import KNOWN, Known
 from numpyro_gpaug.infer.nested.programs import ENOUGH, Drawn, Evaluated, Programs
@@ -151,7 +156,7 @@ class Drawer:
     def __init__(
         self, programs: Programs, data: Arguments, rng: np.random.Generator, bar: Any
     ) -> None:
-        self.apart: Apart | None = None
+        self.apart: GroupDraws | None = None
         self.shift = np.zeros(0)
         self.programs, self.data, self._bar = programs, data, bar
         self._rng = rng
@@ -186,7 +191,7 @@ class Drawer:
         group = group_of_terms(terms, sizes, self._rng)
         if group is not None:
             corners = corners_of(self.programs.num_draws, sizes)
-            self.apart = Apart(sizes, group, corners)
+            self.apart = GroupDraws(sizes, group, corners)
             self.shift = np.zeros(self.latents)
 
     def found(self, point: np.ndarray) -> Evaluated:

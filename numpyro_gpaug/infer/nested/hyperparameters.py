@@ -18,23 +18,23 @@ from numpyro.distributions import biject_to, constraints
 
 from numpyro_gpaug._numpyro import one_thread, residual_policy
 from numpyro_gpaug.infer.vi.plan import is_identity
-from numpyro_gpaug.math.compiling import few
+from numpyro_gpaug.math.compiling import jit_for_few_runs
 from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.closures import count_run
 from numpyro_gpaug.model.latents import Structure
 from numpyro_gpaug.model.starts import MedianStart
-from numpyro_gpaug.model.structure import Trace, any_key, without_gaussians
+from numpyro_gpaug.model.structure import Trace, fixed_key, without_gaussians
 
 
 def compiled(
-    function: Callable[..., Any], how: Callable[..., Any] = few
+    function: Callable[..., Any], how: Callable[..., Any] = jit_for_few_runs
 ) -> Callable[..., Any]:
     """Compile a function that runs the model. One thread at a time traces it, without
     NumPyro's checks of parameters. These checks ran when the model was read; for traced
     values they check nothing, and each of their operations would be compiled.
 
     :param function: the function to compile.
-    :param how: ``jit`` or ``few`` of :mod:`~numpyro_gpaug.math.compiling`.
+    :param how: ``jit`` or ``jit_for_few_runs`` of :mod:`~numpyro_gpaug.math.compiling`.
     """
     program = how(function)
 
@@ -179,7 +179,7 @@ class Hyperparameters:
     def _both(self, values: Values, data: Arguments) -> tuple[Any, Any]:
         """Return constrained values in the form of the model, and unconstrained
         ones."""
-        trace = self._trace(data, any_key(), data=values)
+        trace = self._trace(data, fixed_key(), data=values)
         self.real = {k for k, site in trace.items() if is_identity(transform_of(site))}
         return {k: jnp.asarray(trace[k]["value"]) for k in self.names}, _free(trace)
 

@@ -77,7 +77,7 @@ def searched(drawer: Drawer, point: np.ndarray, rng: np.random.Generator) -> Sea
     for i in range(number):
         start = jax.tree.map(lambda x, i=i: np.asarray(x)[i : i + 1], starts)
         mode = _Mode.of(drawer.search(point, start))
-        if np.isfinite(mode.bound) and all(mode.is_apart(m, rng) for m in found):
+        if np.isfinite(mode.bound) and all(mode.is_separate(m, rng) for m in found):
             found.append(mode)
     best = max(m.bound for m in found)
     kept = [m for m in found if m.bound > best - NEGLIGIBLE]
@@ -105,7 +105,7 @@ class _Mode(NamedTuple):
         moments = jax.tree.map(lambda x: np.asarray(x)[0], evaluated.moments)
         return cls(float(evaluated.bound[0]), evaluated.factors, moments)
 
-    def is_apart(self, other: _Mode, rng: np.random.Generator) -> bool:
+    def is_separate(self, other: _Mode, rng: np.random.Generator) -> bool:
         """Whether the distance of the means exceeds the widths of the Gaussians."""
         noise = rng.normal(size=(64, other.moments.rank))
         noise = noise.astype(other.moments.mean.dtype)

@@ -17,12 +17,12 @@ from tqdm.auto import tqdm
 from numpyro_gpaug._display import Displayed, Rows, of_posterior
 from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.errors import CholeskyError
-from numpyro_gpaug.infer.nested.apart import draws_at, may_part
 from numpyro_gpaug.infer.nested.bound import CollapsedBound
 from numpyro_gpaug.infer.nested.collapse import mixture, refuse_params
 from numpyro_gpaug.infer.nested.drawer import generator, prior_draws
 from numpyro_gpaug.infer.nested.draws import FIRST, Run, integrated, sampled
 from numpyro_gpaug.infer.nested.fallback import corrected
+from numpyro_gpaug.infer.nested.group_draws import draws_at, may_part
 from numpyro_gpaug.infer.nested.hyperparameters import Hyperparameters
 from numpyro_gpaug.infer.nested.many import CERTIFIED, NestedRuns
 from numpyro_gpaug.infer.nested.programs import Programs
@@ -46,7 +46,7 @@ from numpyro_gpaug.model.labels import labelled_axes
 from numpyro_gpaug.model.padding import Padding
 from numpyro_gpaug.model.responses import Responses
 from numpyro_gpaug.model.sources import names_of_arrays
-from numpyro_gpaug.model.structure import remembered
+from numpyro_gpaug.model.structure import from_cache
 from numpyro_gpaug.model.validation import check_arguments, check_trace
 from numpyro_gpaug.predict import Posterior
 
@@ -556,7 +556,7 @@ class NestedVI(Displayed):
 
     @one_thread
     def _programs_at(self, bound: CollapsedBound, arguments: Arguments) -> Programs:
-        return remembered(
+        return from_cache(
             self._programs,
             (bound, arguments.shapes),
             lambda: Programs(bound, arguments, self._draws_at(bound)),

@@ -20,7 +20,6 @@ from jax import Array, lax, random
 
 from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.gaussians.base import GroupsPrior, drawn_white
-from numpyro_gpaug.infer.nested.apart import Apart, weigh_apart
 from numpyro_gpaug.infer.nested.bound import (
     TOLERANCE,
     CollapsedBound,
@@ -29,6 +28,7 @@ from numpyro_gpaug.infer.nested.bound import (
     moments_given,
     moved_to,
 )
+from numpyro_gpaug.infer.nested.group_draws import GroupDraws, weigh_groups
 from numpyro_gpaug.infer.nested.hyperparameters import Hyperparameters, compiled
 from numpyro_gpaug.likelihoods.counts import stable_log_prob
 from numpyro_gpaug.math.arrays import in_blocks, in_dtype_of
@@ -398,7 +398,7 @@ class Programs:
         data: Arguments,
     ) -> Drawn:
         """Draw like :meth:`_draw`, with
-        :func:`~numpyro_gpaug.infer.nested.apart.weigh_apart`.
+        :func:`~numpyro_gpaug.infer.nested.group_draws.weigh_groups`.
 
         :param noise: standard normal numbers, (n, corners, K).
         :param widths: widths, (n, corners).
@@ -408,7 +408,7 @@ class Programs:
         """
         traced: Any = group
         form = self.structure.form
-        how = Apart(form.independent, traced, uniform.shape[1])
+        how = GroupDraws(form.independent, traced, uniform.shape[1])
         number = self.num_draws // how.corners
 
         def one(each: Any) -> Drawn:
@@ -416,7 +416,7 @@ class Programs:
             log_prior, view, log_terms = self._at(point, data)
             q, prior = moments_given(factors, view), cast(GroupsPrior, view.prior)
             # Latents of structures with groups are whitened.
-            z, *sums = weigh_apart(
+            z, *sums = weigh_groups(
                 how, number, form, q, prior, lambda z: log_terms(z)[0],
                 lambda z: self._kept(log_terms(z)[1]), shift, *numbers,
             )  # fmt: skip

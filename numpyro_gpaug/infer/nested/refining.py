@@ -120,26 +120,26 @@ def extended(
     """
     each = max(asked // 4, least)
     khats = [weighted.khat]
-    while not _is_sure(weighted, asked) and len(pool.points) < MOST * asked:
+    while not _is_accurate(weighted, asked) and len(pool.points) < MOST * asked:
         before = khats[-1 - asked // each] if len(khats) > asked // each else np.inf
         if weighted.khat > max(weighted.limit, before - FALL):
             break
         log_weights = log_mean_exp(weighted.log_ratios, 1)
         parts = (
-            about_the_largest(component, pool.points, log_weights, each),
-            as_wide_as_all(component, pool.points, log_weights),
+            t_around_largest(component, pool.points, log_weights, each),
+            t_with_moments(component, pool.points, log_weights),
         )
         weighted = pool.draw(Proposal(parts, (0.5, 0.5), 0.0), each)
         khats.append(weighted.khat)
     return weighted
 
 
-def _is_sure(weighted: Weighted, asked: int) -> bool:
+def _is_accurate(weighted: Weighted, asked: int) -> bool:
     clear = weighted.khat <= weighted.limit - MARGIN
     return clear and weighted.effective_points >= WORTH * asked
 
 
-def about_the_largest(
+def t_around_largest(
     component: StudentT, points: np.ndarray, log_weights: np.ndarray, num: int
 ) -> StudentT:
     """Return a t distribution around the point with the largest weight, as wide as the
@@ -159,7 +159,7 @@ def about_the_largest(
     return component.about(centre, points[near], weights / weights.sum(), 1e-4)
 
 
-def as_wide_as_all(
+def t_with_moments(
     component: StudentT, points: np.ndarray, log_weights: np.ndarray
 ) -> StudentT:
     """Return a t distribution with the mean and the covariance of weighted points.

@@ -8,14 +8,14 @@ from typing import Any
 from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.guides import AutoLatentGaussian
-from numpyro_gpaug.infer.nested.apart import FEWEST
 from numpyro_gpaug.infer.nested.bound import CollapsedBound
+from numpyro_gpaug.infer.nested.group_draws import FEWEST
 from numpyro_gpaug.infer.vi.checks import check_fit
 from numpyro_gpaug.math.arrays import is_traced
 from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.costs import Purpose
 from numpyro_gpaug.model.observations import check_observations
-from numpyro_gpaug.model.structure import remembered
+from numpyro_gpaug.model.structure import from_cache
 
 # The largest number of hyperparameters for importance sampling; with more, NUTS is
 # used.
@@ -93,14 +93,14 @@ class CollapsedBounds:
             return CollapsedBound(guide, structure, projected=self._projected)
 
         if is_traced(arguments):
-            return remembered(self._known, arguments.shapes, made)
+            return from_cache(self._known, arguments.shapes, made)
         data = arguments.shapes, int(arguments.data)
         known = self._known.get(arguments.shapes)
         if known is not None and data == self._seen:
             return known
         if known is None or not self._fits(known, arguments, args, kwargs):
             self._known.pop(arguments.shapes, None)
-            known = remembered(self._known, arguments.shapes, made)
+            known = from_cache(self._known, arguments.shapes, made)
         self._seen = data
         return known
 

@@ -18,7 +18,7 @@ from numpyro_gpaug.infer.vi.batches import Blocks
 from numpyro_gpaug.math.arrays import is_traced
 from numpyro_gpaug.math.compiling import once
 from numpyro_gpaug.math.fingerprints import fingerprint
-from numpyro_gpaug.math.processes import spans_processes, told_by_all
+from numpyro_gpaug.math.processes import spans_processes, text_of_every_process
 from numpyro_gpaug.math.sharding import LATENTS
 from numpyro_gpaug.model.arguments import Arguments, Model
 from numpyro_gpaug.model.calls import (
@@ -30,7 +30,7 @@ from numpyro_gpaug.model.calls import (
 from numpyro_gpaug.model.inspect import require_conjugate
 from numpyro_gpaug.model.latents import JOINT, Structure
 from numpyro_gpaug.model.observations import check_observations, check_observed
-from numpyro_gpaug.model.structure import any_key, flat_functions, run_model
+from numpyro_gpaug.model.structure import fixed_key, flat_functions, run_model
 from numpyro_gpaug.model.validation import check_arguments
 
 
@@ -99,7 +99,7 @@ def check_alike(
     begins = (
         f"from step {getattr(state, 'step', '?')}" if state is not None else "a new fit"
     )
-    found = told_by_all(
+    found = text_of_every_process(
         f"{begins}, num_steps={num_steps}, tol={tol}, rng_key {fingerprint([rng_key])}"
     )
     if len(set(found)) > 1:
@@ -226,7 +226,9 @@ def warn_of_units(
     names: list[str] = []
 
     def measured(arguments: Arguments) -> list[Any] | None:
-        trace = run_model(flat_functions(model), arguments, any_key(), structure.zeros)
+        trace = run_model(
+            flat_functions(model), arguments, fixed_key(), structure.zeros
+        )
         sites = [m for m in trace.values() if m.get("is_observed")]
         # Factors, weights and counts have large losses for other reasons.
         if any(m["scale"] is not None or m["fn"].is_discrete for m in sites):

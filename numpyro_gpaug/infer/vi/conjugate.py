@@ -23,12 +23,12 @@ from numpyro_gpaug.infer.vi.checks import (
     check_run,
     warn_of_units,
 )
-from numpyro_gpaug.infer.vi.feeds import Given, InMemory
+from numpyro_gpaug.infer.vi.feeds import InMemory, RunArguments
 from numpyro_gpaug.infer.vi.loop import LEAST_RISE, Stop, copied
 from numpyro_gpaug.infer.vi.plan import CHUNK, LBFGS, Plan, Settings, constrained
 from numpyro_gpaug.infer.vi.programs import Programs
 from numpyro_gpaug.infer.vi.progress import Guard, Progress
-from numpyro_gpaug.infer.vi.quasi_newton import MISSED, promised, warn_of_noise
+from numpyro_gpaug.infer.vi.quasi_newton import MISSED, promised_increase, warn_of_noise
 from numpyro_gpaug.infer.vi.reach import warn_of_reach
 from numpyro_gpaug.infer.vi.resolution import (
     LOST,
@@ -257,7 +257,7 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         check_key(rng_key)
         args, kwargs, _ = Columns.read(self.model, args, kwargs)
         check_shards((args, kwargs))
-        given = Given.split(self._mesh, *partitioned((args, kwargs)))
+        given = RunArguments.split(self._mesh, *partitioned((args, kwargs)))
         arguments = self._programs.check(given, begins=True).on(self._mesh)
         return self._programs.start(
             arguments, arguments, rng_key, init_params, given.batch
@@ -438,7 +438,7 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         :param turns: whether the guide may change to another basis.
         :return: ``None`` if the guide has changed its basis, and another run is needed.
         """
-        given = Given.split(self._mesh, *partitioned((args, kwargs)))
+        given = RunArguments.split(self._mesh, *partitioned((args, kwargs)))
         mesh = rows_mesh(self._mesh, jax.tree.leaves((given.args, given.kwargs)))
         check_alike(mesh, rng_key, num_steps, tol, init_state)
         state, plan, feed = self._programs.begin_run(
@@ -486,7 +486,7 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         turns = turns and progress.is_whole
         rounded = np.asarray(state.lost) > LOST
         if plan.searches:
-            rounded |= promised(state.hyper.optim_state) > MISSED
+            rounded |= promised_increase(state.hyper.optim_state) > MISSED
         if turns and rounded and self._turn(state, given):
             return None
         self._warn(state, plan, given, start if init_state is None else None)
@@ -504,7 +504,7 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
             whole=given.batches is None,
         )  # fmt: skip
 
-    def _turn(self, state: ConjugateState, given: Given) -> bool:
+    def _turn(self, state: ConjugateState, given: RunArguments) -> bool:
         """Whether the guide has changed to a basis that preserves more of the
         precision.
 
@@ -521,7 +521,7 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         self,
         state: ConjugateState,
         plan: Plan,
-        given: Given,
+        given: RunArguments,
         start: Callable[[], ConjugateState] | None,
     ) -> None:
         """Warn about properties of the fit that users should know.

@@ -18,7 +18,11 @@ from numpyro_gpaug.infer.vi.batches import Batches, Blocks, check_batch
 from numpyro_gpaug.infer.vi.loop import BATCHES, Stacked
 from numpyro_gpaug.infer.vi.plan import Batch, Plan
 from numpyro_gpaug.infer.vi.state import ConjugateState
-from numpyro_gpaug.math.processes import all_or_none, spans_processes, told_by_all
+from numpyro_gpaug.math.processes import (
+    all_or_none,
+    spans_processes,
+    text_of_every_process,
+)
 from numpyro_gpaug.math.sharding import ROWS, on_mesh, row_processes, rows_placed
 from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.latents import Structure
@@ -32,7 +36,7 @@ from numpyro_gpaug.multilabel import prefetch
 TOGETHER, BYTES = 32, 2**24
 
 
-class Taken(NamedTuple):
+class Steps(NamedTuple):
     """The result of some steps.
 
     :param state: the last state.
@@ -55,7 +59,7 @@ class Feed:
     size: int
     mesh: Mesh | None
 
-    def steps(self, state: ConjugateState, wanted: int, tol: np.ndarray) -> Taken:
+    def steps(self, state: ConjugateState, wanted: int, tol: np.ndarray) -> Steps:
         """Take so many steps, or fewer if the bound no longer rises."""
         raise NotImplementedError
 
@@ -94,9 +98,9 @@ class InMemory(Feed):
                 plan=self._plan,
             )  # fmt: skip
 
-    def steps(self, state: ConjugateState, wanted: int, tol: np.ndarray) -> Taken:
+    def steps(self, state: ConjugateState, wanted: int, tol: np.ndarray) -> Steps:
         last, losses, taken, params = self.take(state, wanted, tol)
-        return Taken(last, np.asarray(losses)[: int(taken)], params)
+        return Steps(last, np.asarray(losses)[: int(taken)], params)
 
     @one_thread
     def bounds(self, state: ConjugateState) -> Array:
@@ -104,7 +108,7 @@ class InMemory(Feed):
             return self._programs.bounds(state, self._arguments, plan=self._plan)
 
 
-class Given(NamedTuple):
+class RunArguments(NamedTuple):
     """A model's arguments, some of which may be :class:`Blocks` or :class:`Batches`.
 
     :param batches: the batches or blocks; ``None`` if all data are in memory.
@@ -121,7 +125,7 @@ class Given(NamedTuple):
     @classmethod
     def split(
         cls, mesh: Mesh | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Given:
+    ) -> RunArguments:
         """Split the arguments of a run.
 
         :param mesh: the mesh over which rows of batches are sharded.
@@ -186,7 +190,7 @@ def _sharing(batches: Blocks, mesh: Mesh) -> int:
         )
     if processes > 1:
         arrays = [(*x.shape, str(x.dtype)) for x in jax.tree.leaves(batches.first)]
-        found = told_by_all((type(batches).__name__, batches.rows, *arrays))
+        found = text_of_every_process((type(batches).__name__, batches.rows, *arrays))
         if len(set(found)) > 1:
             raise ValueError(
                 f"the processes read different data, by process: {found} (total "
@@ -207,7 +211,7 @@ class Reader:
     """
 
     def __init__(
-        self, given: Given, model: Model, structure: Structure, mesh: Mesh | None
+        self, given: RunArguments, model: Model, structure: Structure, mesh: Mesh | None
     ) -> None:
         assert given.batches is not None
         self.mesh = mesh
@@ -361,7 +365,7 @@ class Minibatches(Feed):
         self._next = -1
         self._compared: Stacked | None = None
 
-    def steps(self, state: ConjugateState, wanted: int, tol: np.ndarray) -> Taken:
+    def steps(self, state: ConjugateState, wanted: int, tol: np.ndarray) -> Steps:
         """Take so many steps."""
         here = int(state.step)
         if here != self._next:
@@ -388,7 +392,7 @@ class Minibatches(Feed):
         for i in np.flatnonzero(~valid):
             epoch, number = divmod(here + int(i), len(self._reader.batches))
             self._reader.explain(taken[i], f"batch {number} of epoch {epoch}")
-        return Taken(state, losses)
+        return Steps(state, losses)
 
     def bounds(self, state: ConjugateState) -> Array:
         """Return the bounds of a state on the first batches of the data, and of further

@@ -45,7 +45,7 @@ def relative_rounding(dtype: Any) -> float:
     return 32 * float(jnp.finfo(dtype).eps)
 
 
-def share_of_walk(marginals: Any) -> float:
+def rounding_of_sums(marginals: Any) -> float:
     """The part of :func:`relative_rounding` that is due to the number of terms: errors
     are a random walk. With a larger tolerance, updates would alternate around their
     fixed point: counts of thousands make bounds of 1e5 nats, and 32 units in the last
@@ -91,7 +91,7 @@ class Evaluation(NamedTuple):
     @property
     def rounding(self) -> Array:
         """The largest decrease of the bound that rounding alone may cause."""
-        return self.slack / share_of_walk(self.marginals)
+        return self.slack / rounding_of_sums(self.marginals)
 
 
 class Place(NamedTuple):
@@ -426,7 +426,7 @@ class LatentGaussian:
         value = jnp.asarray(value, self.dtype)
         bound, rounding = self.bound(value, kl)
         rise = jnp.full_like(bound, jnp.inf)
-        slack = rounding * share_of_walk(at)
+        slack = rounding * rounding_of_sums(at)
         return Evaluation(bound, value, slack, q, at, slopes, bends, direct, kl, rise)
 
     def bound(self, value: Array, kl: dict[str, Array]) -> tuple[Array, Array]:

@@ -22,9 +22,9 @@ from numpyro_gpaug.infer.vi.resolution import lost
 from numpyro_gpaug.infer.vi.start import read_params
 from numpyro_gpaug.infer.vi.state import ConjugateState, unknown_bound
 from numpyro_gpaug.infer.vi.stepper import Stepper
-from numpyro_gpaug.infer.vi.sweeps import was_whole
+from numpyro_gpaug.infer.vi.sweeps import took_whole_step
 from numpyro_gpaug.math.arrays import STATIC
-from numpyro_gpaug.math.sharding import latents_apart
+from numpyro_gpaug.math.sharding import latents_on_devices
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.observations import all_valid
 
@@ -102,7 +102,7 @@ def stepped(
         i, state, before, losses = carry
         new, evaluation = stepper.step(state, problem, before)
         new = counted(state, new, tol, before, evaluation, exact=exact)
-        new = new._replace(natural=latents_apart(new.natural))
+        new = new._replace(natural=latents_on_devices(new.natural))
         noted = losses.at[i % CHUNK].set(
             -new.bound, mode="promise_in_bounds", wrap_negative_indices=False
         )
@@ -158,7 +158,7 @@ def run_batches(
         state, losses, valid = carry
         here = batches.one(i)
         new, _ = Stepper(plan, here).step(state)
-        new = new._replace(step=state.step + 1, natural=latents_apart(new.natural))
+        new = new._replace(step=state.step + 1, natural=latents_on_devices(new.natural))
         fine = all_valid(plan.model, plan.structure, here)
         return new, losses.at[i].set(-new.bound), valid.at[i].set(fine)
 
@@ -281,7 +281,7 @@ def counted(
         moves = _moves(before, after, tol)
         unseen = moves & (SHORT * tol < shown)
         short = new.bound - state.bound < jnp.maximum(SHORT * tol, shown)
-        whole = was_whole(state.step_sizes, new.step_sizes)
+        whole = took_whole_step(state.step_sizes, new.step_sizes)
         ends = short & (state.stalled == 0) & whole & jnp.logical_not(moves)
         tried = jnp.where(ends, PATIENCE, jnp.where(unseen, 1, POINTS))
     stalled = jnp.where(rose, 0, state.stalled + tried)

@@ -231,7 +231,7 @@ def solved(problem: LatentGaussian, natural: Natural) -> tuple[Natural, Evaluati
     return {name: found}, evaluation
 
 
-def unsettled(at: Any, slopes: Any, precision: Array) -> Array:
+def remaining_increase(at: Any, slopes: Any, precision: Array) -> Array:
     r"""Return an upper bound of the increase in nats that the covariance promises.
 
     To second order an update of factors with the relative changes D of their precisions
@@ -250,8 +250,8 @@ def unsettled(at: Any, slopes: Any, precision: Array) -> Array:
 
 
 def resolved(at: Any, slopes: Any) -> Array:
-    """Return what :func:`unsettled` is for changes of precisions that move gradients by
-    little more than rounding.
+    """Return what :func:`remaining_increase` is for changes of precisions that move
+    gradients by little more than rounding.
 
     :param at: marginals of the predictors.
     :param slopes: derivatives of the expected log-likelihood there.

@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_gpaug._numpyro import one_thread
-from numpyro_gpaug.infer.vi.feeds import Feed, Reader, Taken
+from numpyro_gpaug.infer.vi.feeds import Feed, Reader, Steps
 from numpyro_gpaug.infer.vi.latent_gaussian import Natural
 from numpyro_gpaug.infer.vi.loop import stepped
 from numpyro_gpaug.infer.vi.plan import Plan
@@ -178,8 +178,8 @@ class _PythonLoops:
     """Loops whose bodies read data."""
 
     @staticmethod
-    def while_loop(goes_on: Any, body: Any, carry: Any) -> Any:
-        while goes_on(carry):
+    def while_loop(search_continues: Any, body: Any, carry: Any) -> Any:
+        while search_continues(carry):
             carry = body(carry)
         return carry
 
@@ -335,9 +335,9 @@ class Passes(Feed):
         first = jax.tree.leaves(reader.batches.first)
         self.size = reader.batches.rows * sum(x[0].size for x in first)
 
-    def steps(self, state: ConjugateState, wanted: int, tol: np.ndarray) -> Taken:
+    def steps(self, state: ConjugateState, wanted: int, tol: np.ndarray) -> Steps:
         state, losses, taken, *here = stepped(
             self._stepper, state, wanted, tol, self._data, *self._here
         )
         self._here = here[0], here[1]
-        return Taken(state, np.asarray(losses)[: int(taken)])
+        return Steps(state, np.asarray(losses)[: int(taken)])

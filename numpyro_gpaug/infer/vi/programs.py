@@ -24,7 +24,13 @@ from numpyro_gpaug.infer.vi.checks import (
     check_plates,
 )
 from numpyro_gpaug.infer.vi.closed_params import closed_params
-from numpyro_gpaug.infer.vi.feeds import Feed, Given, InMemory, Minibatches, Reader
+from numpyro_gpaug.infer.vi.feeds import (
+    Feed,
+    InMemory,
+    Minibatches,
+    Reader,
+    RunArguments,
+)
 from numpyro_gpaug.infer.vi.loop import (
     bounds_of_batches,
     copied,
@@ -56,8 +62,8 @@ from numpyro_gpaug.math.compiling import (
     SMALL,
     SMALL_OF_SEARCHES,
     SMALL_OF_STARTS,
-    few,
     jit,
+    jit_for_few_runs,
 )
 from numpyro_gpaug.math.sharding import ROWS, on_mesh
 from numpyro_gpaug.math.threads import threads_for
@@ -66,7 +72,7 @@ from numpyro_gpaug.model.calls import check_given
 from numpyro_gpaug.model.inspect import structure_at
 from numpyro_gpaug.model.padding import Padding
 from numpyro_gpaug.model.responses import Responses
-from numpyro_gpaug.model.structure import MAX_SHAPES, remembered
+from numpyro_gpaug.model.structure import MAX_SHAPES, from_cache
 from numpyro_gpaug.model.validation import check_arguments
 from numpyro_gpaug.predict.many import SMALL as SMALL_IN_LANES
 from numpyro_gpaug.predict.many import Posteriors
@@ -109,7 +115,7 @@ class Programs:
         small = SMALL if is_optax(settings.optim) else SMALL_OF_SEARCHES
         self.advance = steps(run_chunk, small=small)
         self.advance_batches = steps(run_batches)
-        self.read = few(partial(read_params, guide))
+        self.read = jit_for_few_runs(partial(read_params, guide))
         static = "plan", "predictor", "static", "which", "mesh"
         self.lanes = jit(
             partial(fit_lanes), small=SMALL_IN_LANES, static_argnames=static
@@ -125,7 +131,7 @@ class Programs:
         key: Array,
         state: ConjugateState | None,
         init_params: Values | None,
-        given: Given,
+        given: RunArguments,
         num_steps: int,
     ) -> tuple[Any, Plan, Feed]:
         """Return the state that a run starts from, its plan, and the data of its steps.
@@ -169,7 +175,9 @@ class Programs:
             state = both[losses[1] < losses[0]]
         return state, plan, feed
 
-    def _padded(self, given: Given, *, begins: bool) -> tuple[Arguments, Arguments]:
+    def _padded(
+        self, given: RunArguments, *, begins: bool
+    ) -> tuple[Arguments, Arguments]:
         """Check the arguments of a run. Return them, and the arguments to compile for,
         which may have added rows of weight zero.
 
@@ -196,7 +204,7 @@ class Programs:
         return first, more.on(self._mesh)
 
     def check(
-        self, given: Given, *, begins: bool, arguments: Arguments | None = None
+        self, given: RunArguments, *, begins: bool, arguments: Arguments | None = None
     ) -> Arguments:
         """Set up the guide, and raise for arguments that cannot be fitted.
 
@@ -290,7 +298,7 @@ class Programs:
             args, kwargs = responses.one(i)
             try:
                 check_arguments(self._model, args, kwargs)
-                arguments = self.check(Given(None, args, kwargs), begins=True)
+                arguments = self.check(RunArguments(None, args, kwargs), begins=True)
                 break
             except ValueError as error:
                 failure = error
@@ -318,7 +326,7 @@ class Programs:
         if batch is None:
             return plan
         key = arguments.shapes, batch
-        return remembered(self.plans, key, lambda: plan.of_batches(batch))
+        return from_cache(self.plans, key, lambda: plan.of_batches(batch))
 
     def plan(self, arguments: Arguments, params: Callable[[], dict[str, Any]]) -> Plan:
         """Return the plan for arguments of these shapes; the model is traced once for
@@ -347,7 +355,7 @@ class Programs:
         if len(self.plans) >= MAX_SHAPES and arguments.shapes not in self.plans:
             # Otherwise JAX would keep the programs of all shapes.
             self._clear()
-        return remembered(self.plans, arguments.shapes, made)
+        return from_cache(self.plans, arguments.shapes, made)
 
     def keep_up(self) -> None:
         """Discard everything that was compiled before the last set-up of the guide."""
@@ -369,4 +377,4 @@ class Programs:
         :param plan: the plan of the fit.
         :param size: number of entries of its data.
         """
-        return remembered(self._paces, (plan, size), lambda: Pace(size))
+        return from_cache(self._paces, (plan, size), lambda: Pace(size))

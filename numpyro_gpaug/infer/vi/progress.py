@@ -25,7 +25,7 @@ from tqdm.auto import tqdm
 from numpyro_gpaug.infer.vi.loop import copied
 from numpyro_gpaug.infer.vi.plan import CHUNK
 from numpyro_gpaug.infer.vi.state import ConjugateState
-from numpyro_gpaug.math.processes import least_of_all
+from numpyro_gpaug.math.processes import minimum_over_processes
 
 # Up to this number of entries in the data, the first loop has its full length.
 _SMALL = 10**6
@@ -173,8 +173,8 @@ class Progress:
             self._show(self._bar, losses, first=first)
         if self._several:
             here = self._pace.length, not self._interrupted
-            self._pace.length, goes_on = least_of_all(here)
-            self._all_end = not goes_on
+            self._pace.length, search_continues = minimum_over_processes(here)
+            self._all_end = not search_continues
 
     def _show(self, bar: tqdm, losses: np.ndarray, *, first: bool) -> None:
         if first:  # the remaining time excludes compilation

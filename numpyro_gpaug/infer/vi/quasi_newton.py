@@ -40,7 +40,7 @@ from numpyro_gpaug.infer.vi.first_order import Ascent
 from numpyro_gpaug.infer.vi.latent_gaussian import Natural, relative_rounding
 from numpyro_gpaug.infer.vi.lbfgs import Memory
 from numpyro_gpaug.infer.vi.state import ConjugateState, Hyper, flagged, unknown_bound
-from numpyro_gpaug.math.compiling import few
+from numpyro_gpaug.math.compiling import jit_for_few_runs
 from numpyro_gpaug.model.arguments import Values
 from numpyro_gpaug.model.latents import Structure
 
@@ -133,7 +133,7 @@ def within(state: Any, num_steps: Any) -> Any:
     return state._replace(hyper=state.hyper._replace(optim_state=search))
 
 
-def ascends(hyper: Hyper) -> Array | bool:
+def is_first_order(hyper: Hyper) -> Array | bool:
     """Return whether the pending update belongs to the first-order phase, or leads from
     its end to the best values, where the search begins.
 
@@ -152,7 +152,7 @@ def begins(hyper: Hyper) -> Array | bool:
     return isinstance(ascent, Ascent) and ascent.left == 0
 
 
-@few
+@jit_for_few_runs
 def moved(hyper: Hyper) -> Values:
     """Return hyperparameters after the pending update.
 
@@ -305,7 +305,7 @@ def refused(
     return Hyper(hyper.values, unravel(update), scale, search)
 
 
-@few
+@jit_for_few_runs
 def patience(hyper: Hyper, tol: Any) -> Array:
     """Return the number of steps without a rise by ``tol`` that end a search.
 
@@ -320,7 +320,7 @@ def patience(hyper: Hyper, tol: Any) -> Array:
     known = known & ~search.steepest & ~noisy
     most = jnp.where(known & (_slope(hyper) < PROMISED * tol), 1, most)
     most = jnp.where(search.exhausted, 0, most)
-    return jnp.where(ascends(hyper), jnp.iinfo(jnp.int32).max, most)
+    return jnp.where(is_first_order(hyper), jnp.iinfo(jnp.int32).max, most)
 
 
 class Collapsed(NamedTuple):
@@ -344,8 +344,8 @@ class Collapsed(NamedTuple):
     lost: Array
 
 
-@few
-def goes_on(state: ConjugateState, at: Collapsed) -> Array:
+@jit_for_few_runs
+def search_continues(state: ConjugateState, at: Collapsed) -> Array:
     """Return whether the search continues from the end of the pending update: the bound
     has risen enough, or is the first, or the first-order phase is not over.
 
@@ -353,11 +353,11 @@ def goes_on(state: ConjugateState, at: Collapsed) -> Array:
     :param at: the optimum at its end.
     """
     enough = accepts(state.hyper, state.bound, at.bound, at.rounding, at.unresolved)
-    first_order = ascends(state.hyper) & jnp.isfinite(at.bound)
+    first_order = is_first_order(state.hyper) & jnp.isfinite(at.bound)
     return _is_first(state) | first_order | enough
 
 
-@few
+@jit_for_few_runs
 def searched(
     state: ConjugateState,
     values: Values,
@@ -371,7 +371,7 @@ def searched(
     :param state: the state before the pending update.
     :param values: unconstrained params at its end.
     :param at: the optimum there.
-    :param further: from :func:`goes_on`.
+    :param further: from :func:`search_continues`.
     :param ascent: the gradient of the bound there, if the search continues.
     :param closed: updates of params that are set in closed form, likewise.
     """
@@ -409,7 +409,7 @@ def uncertainty(search: Search) -> float:
     return max(float(search.noise), float(search.unresolved))
 
 
-def promised(search: Search) -> float:
+def promised_increase(search: Search) -> float:
     """Return the increase in nats that the gradient promises at the end of a search,
     although the bound rises along no direction; zero for other ends.
 
@@ -436,7 +436,7 @@ def warn_of_noise(search: Search, structure: Structure) -> None:
     :param search: the state of the search.
     :param structure: the structure of the model.
     """
-    if (missed := promised(search)) > MISSED:
+    if (missed := promised_increase(search)) > MISSED:
         warnings.warn(
             f"learning stopped although the gradient promises about {missed:.2g} nats, "
             "because no step along it raised the bound: rounding hides the increase "

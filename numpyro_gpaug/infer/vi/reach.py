@@ -31,7 +31,7 @@ from numpyro_gpaug.gp.conditional import Conditional
 from numpyro_gpaug.gp.process import GaussianProcess
 from numpyro_gpaug.gp.projection import lead, project, whitener
 from numpyro_gpaug.infer.vi.state import ConjugateState
-from numpyro_gpaug.math.compiling import few
+from numpyro_gpaug.math.compiling import jit_for_few_runs
 from numpyro_gpaug.model.arguments import Arguments, Model
 from numpyro_gpaug.model.latents import JOINT, Structure
 from numpyro_gpaug.model.structure import flat_functions, run_model
@@ -129,7 +129,7 @@ def _diagnosis(conditional: Conditional) -> str | None:
     )
 
 
-@few
+@jit_for_few_runs
 def _seen(kernel: Any, inducing: Array, jitter: Any, X: Array) -> tuple[Array, Array]:
     """Return the shares of the prior variance that inducing values explain, and the
     projection."""
@@ -189,7 +189,7 @@ def _differences(kernel: Any, X: Array) -> float:
     return float(np.median(1 - common / np.where(total > 0, total, np.inf)))
 
 
-@few
+@jit_for_few_runs
 def _covariances(kernel: Any, X: Array, Z: Array) -> tuple[Array, Array, Array]:
     return kernel(X), kernel(Z), kernel(X, Z)
 

@@ -19,7 +19,7 @@ from jax import Array
 
 from numpyro_gpaug.errors import CholeskyError
 from numpyro_gpaug.infer.vi.latent_gaussian import Natural
-from numpyro_gpaug.math.compiling import few
+from numpyro_gpaug.math.compiling import jit_for_few_runs
 from numpyro_gpaug.model.latents import Structure
 
 # The error in nats that users are told of. Means of latents are off by the same number
@@ -70,7 +70,7 @@ def _is_estimated(natural: Any) -> bool:
     return structure is not None and not structure.factorised
 
 
-@few
+@jit_for_few_runs
 def lost(natural: Natural, moments: dict[str, Any] | None = None) -> Array:
     """Return the error of the bound, in nats, due to rounding of natural parameters, or
     to an estimated log-determinant.

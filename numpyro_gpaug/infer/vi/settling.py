@@ -29,15 +29,15 @@ from jax import Array
 from jax.flatten_util import ravel_pytree
 
 from numpyro_gpaug.infer.vi.latent_gaussian import Natural
-from numpyro_gpaug.infer.vi.means import Means, resolved, unsettled
+from numpyro_gpaug.infer.vi.means import Means, remaining_increase, resolved
 from numpyro_gpaug.infer.vi.sweeps import (
     FINER,
     MAX_HALVINGS,
     backtracked_sweep,
     mix,
-    was_whole,
+    took_whole_step,
 )
-from numpyro_gpaug.math.compiling import few
+from numpyro_gpaug.math.compiling import jit_for_few_runs
 from numpyro_gpaug.model.arguments import Values
 
 # The largest number of updates of the blocks, and the increase in nats that ends those
@@ -112,7 +112,7 @@ def settled(
             # If no step was short enough, the next one is shorter.
             rise = jnp.where(_shrank(steps, place[2]), jnp.inf, rise)
             if problem.quadratic:
-                rise = jnp.where(was_whole(steps, place[2]), 0, rise)
+                rise = jnp.where(took_whole_step(steps, place[2]), 0, rise)
         return moves + 1, place, rise, total, memory
 
     unevaluated = problem.unevaluated(natural)
@@ -186,7 +186,7 @@ def _settled_by_means(
             mean, left, promised = means.best(
                 jnp.maximum(resolved(at, outcome.slopes[name]), tolerance),
                 lambda slopes: jnp.nan_to_num(
-                    unsettled(at, slopes, precision), nan=0.0, posinf=0.0
+                    remaining_increase(at, slopes, precision), nan=0.0, posinf=0.0
                 ),
             )
             evaluation, better = means.moved(mean)
@@ -194,7 +194,7 @@ def _settled_by_means(
             kind = augmented(state.moves)
             slopes = problem.slopes_at(name, evaluation, kind)
             target, aim = problem.target(name, evaluation, kind), -2 * slopes.variance
-            rest = unsettled(at, slopes, precision)
+            rest = remaining_increase(at, slopes, precision)
             rest = jnp.where(jnp.isnan(rest), jnp.inf, rest)
             whole = jnp.ones_like(state.size)
             origin = jnp.where(state.moves == 0, outcome.bound, state.origin)
@@ -335,7 +335,7 @@ def _mixed_or_swept(
     return place, rise, memory
 
 
-@few
+@jit_for_few_runs
 def _mixed(
     memory: _Memory, moves: Array, targets: Natural, natural: Natural
 ) -> tuple[Natural, _Memory]:

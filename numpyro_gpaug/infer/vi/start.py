@@ -29,7 +29,7 @@ from numpyro_gpaug.infer.vi.plan import (
 from numpyro_gpaug.infer.vi.schedules import as_schedule
 from numpyro_gpaug.infer.vi.state import ConjugateState, Hyper, unknown_bound
 from numpyro_gpaug.likelihoods.expectations import base_distribution
-from numpyro_gpaug.math.sharding import latents_apart
+from numpyro_gpaug.math.sharding import latents_on_devices
 from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.inspect import IN_DENSITY
 from numpyro_gpaug.model.joint import Codes
@@ -86,7 +86,7 @@ def initial_state(
     view = guide.view(structure, model, arguments, {**params, **drawn}, model_key)
     # A batch is checked without padding.
     seen = guide.seen(view) if batch is None else None
-    natural = latents_apart(guide.start_at(given, trace, view))
+    natural = latents_on_devices(guide.start_at(given, trace, view))
     state = _state(settings, structure, guide, params, natural, key)
     state = state._replace(epochs=first_epochs(structure, passed))
     return state, params, seen, valid_observations(trace)

@@ -164,7 +164,7 @@ class Stepper:
             zero = jax.tree.map(jnp.zeros_like, values)
             return zero, {p.name: zero[p.name] for p in self.plan.closed}
 
-        further = quasi_newton.goes_on(state, at)
+        further = quasi_newton.search_continues(state, at)
         rise = self.loops.cond(further, gradient, none)
         return quasi_newton.searched(state, values, at, further, *rise)
 

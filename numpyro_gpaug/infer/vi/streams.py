@@ -21,12 +21,12 @@ from numpyro_gpaug.gp.projection import lead, project
 from numpyro_gpaug.guides.continued import ContinuedGP, TrackedGP
 from numpyro_gpaug.infer.vi.conjugate import ConjugateSVI
 from numpyro_gpaug.infer.vi.plan import is_optax
-from numpyro_gpaug.math.compiling import few
+from numpyro_gpaug.math.compiling import jit_for_few_runs
 from numpyro_gpaug.math.linalg import precise
 from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.columns import argument_names
 from numpyro_gpaug.model.sources import sources
-from numpyro_gpaug.model.structure import Block, flat_functions, remembered, run_model
+from numpyro_gpaug.model.structure import Block, flat_functions, from_cache, run_model
 from numpyro_gpaug.model.view import prior_of
 from numpyro_gpaug.predict.mixture import Fitted
 from numpyro_gpaug.predict.posterior import Posterior
@@ -292,7 +292,7 @@ class InducingMoves:
     def __init__(self, model: Model) -> None:
         self._model = model
         self._sources: dict[Any, tuple[str, ...]] = {}
-        self._program: Any = one_thread(few(self._moved))
+        self._program: Any = one_thread(jit_for_few_runs(self._moved))
 
     def changed(
         self,
@@ -334,7 +334,7 @@ class InducingMoves:
     ) -> tuple[str, ...]:
         """Return the arguments from which inducing matrices are computed."""
         given = Arguments.split(args, kwargs)
-        return remembered(
+        return from_cache(
             self._sources, (given.shapes, bool(values)),
             lambda: sources(self._model, *given.merge(), None, values).inducing,
         )  # fmt: skip

@@ -19,7 +19,7 @@ from numpyro_gpaug.infer.vi.latent_gaussian import (
     Place,
 )
 from numpyro_gpaug.infer.vi.schedules import Schedule
-from numpyro_gpaug.math.compiling import few
+from numpyro_gpaug.math.compiling import jit_for_few_runs
 from numpyro_gpaug.model.arguments import Values
 from numpyro_gpaug.model.latents import Structure
 
@@ -178,7 +178,7 @@ def _for_each_latent(move: Callable[[Array, Any], Any], count: int, start: Any) 
     return lax.fori_loop(0, count, lambda p, carry: move(p[None], carry), start)
 
 
-@few
+@jit_for_few_runs
 def mix(old: Any, target: Any, step: Array) -> Any:
     """Return the convex combination of natural parameters for a step of size
     ``step``."""
@@ -199,7 +199,7 @@ def starts_augmented(structure: Structure) -> bool:
     )
 
 
-@few
+@jit_for_few_runs
 def next_step(
     step: Array,
     tries: Array,
@@ -232,7 +232,7 @@ def next_step(
     return jnp.clip(grown.astype(step.dtype), 2.0**-MAX_HALVINGS, largest_step)
 
 
-def was_whole(before: Values, after: dict[str, Array]) -> Array:
+def took_whole_step(before: Values, after: dict[str, Array]) -> Array:
     """Whether every block took a whole step at the first attempt.
 
     :param before: the first step sizes that were tried.

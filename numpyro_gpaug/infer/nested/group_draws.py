@@ -58,7 +58,7 @@ LATTICE = 1, 5, 3, 11, 7, 13, 9, 15
 SCALES = 1.0, 1.0, 2.0, 4.0, 8.0, 16.0
 
 
-class Apart(NamedTuple):
+class GroupDraws(NamedTuple):
     """The way in which draws at one point are weighted.
 
     :param sizes: sizes of the noise: of groups, and of the rest.
@@ -159,8 +159,8 @@ def group_of_terms(
     return found
 
 
-def weigh_apart(
-    apart: Apart,
+def weigh_groups(
+    apart: GroupDraws,
     number: int,
     form: Form,
     q: Any,
@@ -187,7 +187,7 @@ def weigh_apart(
     :param noise: standard normal numbers, (corners, K).
     :param widths: factors by which draws of the border are wider than the Gaussian,
         (corners,).
-    :param uniform: from :meth:`Apart.uniform`, (corners, G, R + 1).
+    :param uniform: from :meth:`GroupDraws.uniform`, (corners, G, R + 1).
     """
     sizes = apart.sizes
 
@@ -202,8 +202,8 @@ def weigh_apart(
         base = jnp.where(jnp.isfinite(base), base, 0)
         rises = jnp.zeros((sizes.groups + 1, number), data.dtype)
         rises = rises.at[apart.group].add((data - base).T)[:-1]
-        candidates, corners = form.split_apart(z)
-        of_groups, of_corner = prior.terms_apart(candidates, corners[0])
+        candidates, corners = form.split_groups(z)
+        of_groups, of_corner = prior.terms_by_group(candidates, corners[0])
         latent = 0.5 * jnp.square(own) + of_groups - over
         weights = rises.T + latent.sum(-1)
         level = logsumexp(weights, 0)
@@ -211,7 +211,7 @@ def weigh_apart(
         composed = jnp.take_along_axis(candidates, chosen[..., None], 0)
         beside = 0.5 * jnp.square(rest) + jnp.log(width)
         terms = jnp.concatenate([base, beside, of_corner, level - np.log(number)])
-        drawn = form.join_apart(composed, corners)
+        drawn = form.join_groups(composed, corners)
         return drawn, *compensated_sum(terms), jax.vmap(latents)(drawn)
 
     drawn, total, lost, sites = jax.vmap(one)(noise, widths, uniform)

@@ -12,7 +12,7 @@ from scipy import special, stats
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.gaussians.base import Layout
-from numpyro_gpaug.infer.nested.apart import (
+from numpyro_gpaug.infer.nested.group_draws import (
     _candidates,
     _chosen,
     corners_of,
