@@ -88,6 +88,17 @@ U = np.array([[0.6, 0.2, 0.0], [0.2, 0.5, -0.1], [0.0, -0.1, 0.4]])
 TABLES, MORE = RNG.normal(size=(N, 3, 2)), RNG.normal(size=(4, 3, 2))
 
 
+def test_masks_inside_of_events_are_kept():
+    def model():
+        fn = dist.MultivariateNormal(np.zeros((N, 2)), NOISE).mask(np.arange(N) > 2)
+        numpyro.sample("Y", fn.to_event(1), obs=Y)
+
+    densities = [
+        log_density(m, (), {}, {})[0] for m in (model, independent_data(model))
+    ]
+    np.testing.assert_allclose(*densities, rtol=1e-5)
+
+
 def tables(X, group, seen, Y=None, *, groups=G):
     """A matrix for each datum, whose rows and columns have noise in common."""
     slopes = numpyro.sample("slopes", dist.Normal(0, 2).expand([2, 2]).to_event(2))

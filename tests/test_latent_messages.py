@@ -61,6 +61,13 @@ def constant(t, y=None):
         numpyro.sample("y", dist.Poisson(jnp.exp(a * b * t)), obs=y)
 
 
+def flat(t, y=None):
+    prior = dist.Normal(0, 1).expand([2]).mask(jnp.array([False, True])).to_event(1)
+    b = numpyro.sample("b", prior)
+    with numpyro.plate("data", len(t)):
+        numpyro.sample("y", dist.Poisson(jnp.exp(b[0] + b[1] * t)), obs=y)
+
+
 def held_apart(t, y=None):
     with numpyro.handlers.scale(scale=2.0):
         b = numpyro.sample("b", dist.Normal(0, 1))
@@ -80,6 +87,7 @@ def log_normal(t, y=None):
     [
         (log_normal, "the prior of 'rate' .* function of a Normal .*TransformReparam"),
         (constant, "'a' is a constant, dist.Delta. Use numpyro.deterministic"),
+        (flat, "no Gaussian latent .*'b' is not: its prior is masked"),
         (no_latent, "no Gaussian latent for AutoLatentGaussian: .*dist.Normal"),
         (held_apart, "no Gaussian latent .*'b' is not: its density is scaled"),
     ],

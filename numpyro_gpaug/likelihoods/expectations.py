@@ -201,6 +201,13 @@ def base_distribution(d: Distribution) -> Distribution:
     return d
 
 
+def is_masked(d: Distribution) -> bool:
+    """Whether there is a ``mask`` among the wrappers of ``d``."""
+    if isinstance(d, dist.Independent | dist.ExpandedDistribution):
+        return is_masked(d.base_dist)
+    return isinstance(d, dist.MaskedDistribution)
+
+
 def is_pseudo(d: Distribution) -> bool:
     """Whether ``log_prob`` is a pseudo-likelihood, which is not normalised over
     observations; the distribution then also has a ``normalized_log_prob``."""

@@ -110,10 +110,18 @@ class _Independent(Reparam):
             white = (factor @ apart[..., None])[..., 0]
         scale = jnp.broadcast_to(jnp.exp(log_scale), apart.shape)
         away = scale * white
-        found = dist.Normal(away, scale).to_event(fn.event_dim)
-        if isinstance(fn, dist.MaskedDistribution):
-            found = found.mask(fn._mask)
-        return found, jnp.zeros_like(away)
+        normal = dist.Normal(away, scale).to_event(base.event_dim)
+        return _wrapped(fn, normal), jnp.zeros_like(away)
+
+
+def _wrapped(fn: Any, base: Any) -> Any:
+    """Return a distribution of the shape of ``fn`` in its masks and ``to_event``."""
+    if isinstance(fn, dist.MaskedDistribution):
+        return _wrapped(fn.base_dist, base).mask(fn._mask)
+    if isinstance(fn, dist.Independent):
+        return _wrapped(fn.base_dist, base).to_event(fn.reinterpreted_batch_ndims)
+    expanded = isinstance(fn, dist.ExpandedDistribution)
+    return _wrapped(fn.base_dist, base) if expanded else base
 
 
 def _log_scale(factor: Array) -> Array:

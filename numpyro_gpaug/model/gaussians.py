@@ -25,7 +25,7 @@ from numpyro_gpaug._numpyro import expanded_sites
 from numpyro_gpaug.distributions.random_walk import RandomWalk2
 from numpyro_gpaug.distributions.sparse_prior import SparsePrior, sparse_prior
 from numpyro_gpaug.gaussians import Layout, Sparse
-from numpyro_gpaug.likelihoods.expectations import base_distribution
+from numpyro_gpaug.likelihoods.expectations import base_distribution, is_masked
 from numpyro_gpaug.math import linalg, small
 from numpyro_gpaug.math.sparse_cholesky import product
 
@@ -64,7 +64,7 @@ def whitening(fn: dist.Distribution) -> Whitening | None:
     :param fn: the distribution in the message of the site, which may be wrapped in
         plates.
     """
-    if isinstance(fn, dist.MaskedDistribution):
+    if is_masked(fn):
         return None
     return _whitening(base_distribution(fn), tuple(fn.shape()))
 
@@ -170,7 +170,7 @@ def field(fn: dist.Distribution) -> Field | None:
     :param fn: the distribution in the message of the site, which may be wrapped in
         plates.
     """
-    if isinstance(fn, dist.MaskedDistribution):
+    if is_masked(fn):
         return None
     return _field(base_distribution(fn), tuple(fn.shape()))
 

@@ -16,7 +16,7 @@ from numpyro_gpaug._numpyro import is_scanned
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.gp.conditional import Conditional
 from numpyro_gpaug.gp.markov import MarkovConditional
-from numpyro_gpaug.likelihoods.expectations import base_distribution
+from numpyro_gpaug.likelihoods.expectations import base_distribution, is_masked
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.correlated_data import correlated_axes
 from numpyro_gpaug.model.gaussians import field, whitening
@@ -198,6 +198,8 @@ class Survey:
         anywhere = getattr(support, "base_constraint", support)
         if is_improper(site) and anywhere is constraints.real:
             self.held.append((name, IMPROPER))
+        if is_masked(site["fn"]):
+            self.held.append((name, "its prior is masked"))
         if found is None:
             return
         if site["scale"] is not None:
@@ -224,5 +226,5 @@ def _block(name: str, site: str, message: dict[str, Any]) -> Block:
 def _is_vector_normal(site: dict[str, Any]) -> bool:
     fn = site["fn"]
     vector = len(fn.event_shape) == 1 and fn.batch_shape == ()
-    plain = isinstance(base_distribution(fn), dist.Normal)
+    plain = isinstance(base_distribution(fn), dist.Normal) and not is_masked(fn)
     return vector and plain and not site["cond_indep_stack"]
