@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Classification of tables by default: a kernel, its priors, inducing inputs and how
-sure predictions are made, which work on data that nobody tuned them for."""
+"""Classification of tables by default: a kernel, its priors, inducing inputs, and a
+temperature of the predictions, none of which was tuned to the data at hand."""
 
 from __future__ import annotations
 
@@ -267,8 +267,8 @@ def num_inducing(X: np.ndarray, most: int | None = None, more: int = 1) -> int:
 
 
 def tempered(posterior: Posterior, X: Any, y: np.ndarray) -> Callable[[Any], Any]:
-    """Return predictions as sure as they turn out right: class probabilities (N, C) as
-    a function of inputs, all of their logarithms divided by a temperature.
+    """Return calibrated predictions: class probabilities (N, C) as a function of
+    inputs, all of their logarithms divided by a temperature.
 
     Where classes separate, a posterior is less sure than it could be: that of each
     class by itself most, the exact one, too. The temperature has a weak prior, and its
