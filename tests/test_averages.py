@@ -197,6 +197,7 @@ def test_a_table_is_averaged_over_both_plates() -> None:
 def test_questions_that_do_not_fit() -> None:
     posterior = fitted(normal, "values")
     for how, message in (
+        ({"weights": -TOTAL}, "weights must be finite and at least zero"),
         ({"at": {"x": [0]}}, r"at has 'x', and the arguments .* \['dose', 'ward'\]"),
         ({"at": {"dose": [0], "ward": [0, 1]}}, r"lists of lengths \{'dose': 1,"),
         ({"at": {"dose": [DOSE[:3]]}}, r"has a value of shape \(3,\), and dose has"),

@@ -201,6 +201,11 @@ class AveragesWanted(NamedTuple):
             found, group = np.unique(np.asarray(by), return_inverse=True)
             groups, group = tuple(found.tolist()), group.reshape(np.shape(by))
         heavy = None if weights is None else np.asarray(weights, float)
+        if heavy is not None and not (np.isfinite(heavy) & (heavy >= 0)).all():
+            raise ValueError(
+                "weights must be finite and at least zero. Pass the number of people, "
+                "or the exposure, that each row stands for"
+            )
         named_by = _labels(at) if at else None
         return cls(scenarios, named_by, group, groups, heavy, against)
 
