@@ -17,7 +17,7 @@ from scipy import sparse
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.distributions.gaussian import StructuredGaussian
 from numpyro_gpaug.gaussians import Dense, Layout, Sparse
-from numpyro_gpaug.infer.nested import apart
+from numpyro_gpaug.infer.nested import group_draws
 from numpyro_gpaug.infer.vi.checks import check_basis
 from numpyro_gpaug.math.sparse_cholesky import with_sums
 from numpyro_gpaug.math.sparse_pattern import Pattern
@@ -372,8 +372,8 @@ def test_integrated_hyperparameters_of_a_field(always_sparse, monkeypatch):
         scale = numpyro.sample("scale", dist.HalfNormal(1))
         of_areas(lambda: gpaug.BYM2(lattice(), scale, 0.6))(area, x, y=y)
 
-    # The unstructured effects are weighted apart.
-    monkeypatch.setattr(apart, "FEWEST", 8)
+    # The unstructured effects are weighted separately.
+    monkeypatch.setattr(group_draws, "FEWEST", 8)
     found = []
     for fewest in (1, np.inf):
         monkeypatch.setattr(inspect, "FEWEST_NODES", fewest)

@@ -28,7 +28,7 @@ from common import print_table, write_report
 from scipy.special import logsumexp
 
 import numpyro_gpaug as gpaug
-from numpyro_gpaug.infer.nested import apart
+from numpyro_gpaug.infer.nested import group_draws
 
 COLUMNS = {"groups": "d", "weighed": "", "khat": ".2f", "tau": ".2f", "nats": ".3f"}
 COLUMNS |= {"error": ".3f", "n_eff": ".0f", "seconds": ".1f"}
@@ -73,15 +73,15 @@ def exactly(y: np.ndarray, labels: int) -> tuple[float, float, float]:
 def row(groups: int, weighed: str, args: argparse.Namespace) -> dict[str, Any]:
     group, y = simulated(groups, args.labels, args.spread, args.seed)
     evidence, mean, sd = exactly(y, args.labels)
-    fewest, begun = apart.FEWEST, time.process_time()
-    apart.FEWEST = fewest if weighed == "apart" else np.inf
+    fewest, begun = group_draws.FEWEST, time.process_time()
+    group_draws.FEWEST = fewest if weighed == "apart" else np.inf
     nested = gpaug.NestedVI(model, num_points=args.points, progress_bar=False)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # k-hat is in the table
             nested.run(jax.random.key(args.key), group, y, groups=groups)
     finally:
-        apart.FEWEST = fewest
+        group_draws.FEWEST = fewest
     seconds = time.process_time() - begun
     fields, table = nested.get_extra_fields(), nested.summary()
     return {
