@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Classification of tables by default: a kernel, its priors, inducing inputs, and a
-temperature of the predictions, none of which was tuned to the data at hand."""
+"""Classification of tables, with defaults for the kernel, its priors, the inducing
+inputs, and the temperature of the predictions."""
 
 from __future__ import annotations
 
