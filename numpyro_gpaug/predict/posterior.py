@@ -650,8 +650,8 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
             )
         if not isinstance(found, WithoutData):
             return found
-        known = is_traced(arguments) or self._fitted.size == 1
-        if not known and found.worth.min() < LEAST_MEMBERS:
+        several = not is_traced(arguments) and self._fitted.size != 1
+        if several and found.worth.min() < LEAST_MEMBERS:
             warnings.warn(
                 "without some of the observations the posterior of the hyperparameters "
                 f"is so different that {found.worth.min():.1f} of its "
