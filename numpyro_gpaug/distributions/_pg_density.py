@@ -9,10 +9,9 @@ All formulas are for :math:`X = 4x`, whose distribution has the Laplace transfor
   from :math:`w=q+\pi^2/4>0` because the right tail lives at :math:`w\to 0`;
 * :math:`y=X/h`, and :math:`w_y` solves :math:`T=y` (the saddle point).
 
-Three evaluators cover the half-line.  The alternating series (small :math:`X`) and the
-contour integral are exact to rounding.  For large :math:`h` the exponent of the contour
-integral would lose :math:`h` units of rounding, so a second-order saddlepoint expansion
-is used, whose error falls as :math:`h^{-3}`.
+A table of :math:`\rho` (:mod:`._pg_rho`) gives the density up to large :math:`h`,
+where it would lose :math:`h` units of rounding. There a second-order saddlepoint
+expansion is used, whose error falls as :math:`h^{-3}`.
 """
 
 import math
@@ -23,13 +22,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from numpyro_gpaug.distributions._pg_rho import SADDLE_FIT, log_rho
 from numpyro_gpaug.math.special import horner, series_terms, tanh_taylor
 
 POLE = math.pi**2 / 4
 LOG2 = math.log(2.0)
-
-# w_y y^2 / (1 + 2y) as a polynomial in y / (1 + y); relative error 6e-3.
-_SADDLE_FIT = (1.00038262, -2.10773872, 5.94080879, -5.94887077, 2.11569219)
 
 
 def saddle_threshold(dtype: jnp.dtype) -> float:
@@ -125,7 +122,7 @@ def _log_cosh_sqrt_jvp(primals, tangents):
 
 
 def _saddle_guess(y: Array) -> Array:
-    return horner(_SADDLE_FIT, y / (1 + y)) * (1 / y + 2) / y
+    return horner(SADDLE_FIT, y / (1 + y)) * (1 / y + 2) / y
 
 
 @jax.custom_jvp
@@ -234,84 +231,13 @@ def saddle_prefactor(w: Array, h: Array) -> Array:
     return correction - 0.5 * jnp.log(2 * math.pi * h * k2)
 
 
-def series_log_rho(x: Array, h: Array, num_terms: int = 8) -> Array:
-    r"""Return ``log(rho)`` by its alternating series. ``rho`` is the density of ``X``
-    at ``z = 0``, divided by ``2**h`` times the density of the first passage of Brownian
-    motion through ``h``."""
-    total = jnp.zeros_like(x)
-    binom = jnp.ones_like(h)
-    for n in range(1, num_terms):
-        if n > 1:
-            binom = binom * (h + (n - 1)) / n
-        sign = 1.0 if n % 2 else -1.0
-        total = total + sign * binom * (2 * n + h) * jnp.exp(-2 * n * (n + h) / x)
-    return jnp.log1p(-total)
-
-
-def series_log_density(x: Array, h: Array, z: Array) -> Array:
-    """Return the log-density in inverse-Gaussian form, which is accurate if the series
-    needs few terms."""
+def rho_log_density(x: Array, h: Array, z: Array) -> Array:
+    r"""Return the log-density as that of an inverse Gaussian times :math:`\rho`, the
+    probability that a Brownian excursion survives (:mod:`._pg_rho`)."""
     quad = jnp.square(h - z * x) / (2 * x)
     norm = jnp.log(h) - 1.5 * jnp.log(x) - 0.5 * math.log(2 * math.pi)
     tilt = h * jnp.log1p(jnp.exp(-2 * z))
-    return norm - quad + tilt + series_log_rho(x, h)
-
-
-def contour_log_density(x: Array, h: Array, z: Array) -> Array:
-    r"""Return the log-density by a Bromwich integral on the parabola
-    :math:`s=-\pi^2/8+\delta(1+iv)^2`, which opens around the branch cut."""
-    bits = jnp.finfo(x.dtype).bits
-    num, log_drop = (16, 18.0) if bits <= 32 else (32, 42.0)
-    # The integral does not depend on the contour, so the nodes carry no gradient.
-    xc, hc = lax.stop_gradient((x, h))
-    w = _saddle_guess(xc / hc)
-    delta = jnp.maximum(0.5 * w, 2.0 / xc)
-    small = hc < 1
-    # For small h the integral of exp(s X) itself, which is zero, is subtracted:
-    # the density is O(h) and would otherwise be left over from cancellation.
-    offset = jnp.where(small, 0.0, 1.0)
-    l0 = jnp.where(small, 0.0, log_cosh_sqrt(2 * delta))
-
-    v_max = jnp.sqrt(log_drop / (xc * delta))
-    grid = (np.arange(num) + 0.5) / num
-    v = v_max[None] * jnp.asarray(grid, x.dtype).reshape((-1,) + (1,) * x.ndim)
-    re_l, im_l = _complex_log_sin(delta[None], v)
-
-    damp = jnp.exp(-x * delta * jnp.square(v))
-    phase = 2 * x * delta * v
-    mod = jnp.expm1(-h * (re_l - l0))
-    arg = h * im_l
-    half = jnp.sin(0.5 * arg)
-    a = mod * (1 - 2 * jnp.square(half)) - 2 * jnp.square(half) + offset
-    b = -(mod + 1) * jnp.sin(arg)
-    cos, sin = jnp.cos(phase), jnp.sin(phase)
-    # Real part of (a + ib) exp(i phase) (1 + iv).
-    terms = damp * ((a * cos - b * sin) - v * (a * sin + b * cos))
-    integral = jnp.sum(terms, axis=0) * (v_max / num)
-    scale = jnp.log(2 * delta / math.pi)
-    exponent = h * (log_cosh(z) - l0) + x * ((delta - 0.5 * POLE) - 0.5 * jnp.square(z))
-    return exponent + scale + jnp.log(integral)
-
-
-def _complex_log_sin(delta: Array, v: Array) -> tuple[Array, Array]:
-    """Return the real and imaginary parts of ``L`` on the contour, continuous along it,
-    as the log-sine of the distance from the branch point (no cancellation near it)."""
-    sigma_re, sigma_im = delta * (1 - jnp.square(v)), 2 * delta * v
-    re, im = POLE - 2 * sigma_re, 2 * sigma_im
-    root = jnp.sqrt(0.5 * (jnp.hypot(re, im) + jnp.abs(re)))
-    other = im / (2 * root)
-    theta_re = jnp.where(re >= 0, root, other)
-    theta_im = -jnp.where(re >= 0, other, root)
-    den_re = math.pi / 2 + theta_re
-    den = jnp.square(den_re) + jnp.square(theta_im)
-    a = 2 * (sigma_re * den_re + sigma_im * theta_im) / den
-    b = 2 * (sigma_im * den_re - sigma_re * theta_im) / den
-    e = jnp.exp(-2 * b)
-    sin, cos = jnp.sin(a), jnp.cos(a)
-    gap = -jnp.expm1(-2 * b)
-    modulus = jnp.square(gap) + 4 * e * jnp.square(sin)
-    turn = jnp.arctan2(-2 * e * sin * cos, gap + 2 * e * jnp.square(sin))
-    return b - LOG2 + 0.5 * jnp.log(modulus), math.pi / 2 - a + turn
+    return norm - quad + tilt + log_rho(h, x)
 
 
 @partial(jax.jit, static_argnames=("all_small", "all_large"))
@@ -328,16 +254,7 @@ def log_density(
     large = h > threshold
     if all_large:
         return saddle_log_density(x, h, z)
-    head = (x <= 1.5) | (5 * x <= h)
-
-    x_head = jnp.where(head & ~large, x, 1.0)
-    h_head = jnp.where(large, 1.0, h)
-    out_head = series_log_density(x_head, h_head, z)
-
-    x_tail = jnp.where(head | large, 2.0, x)
-    h_tail = jnp.where(head | large, 1.0, h)
-    out_tail = contour_log_density(x_tail, h_tail, z)
-    out = jnp.where(head, out_head, out_tail)
+    out = rho_log_density(x, jnp.where(large, 1.0, h), z)
     if all_small:
         return out
     x_large = jnp.where(large, x, threshold)

@@ -14,20 +14,24 @@ is bounded and smooth on the whole quadrant, up to and including its limits at
 :math:`h/(1+h)` and :math:`u=v/(\alpha+v)` serves every shape and every value.
 """
 
+import itertools
 import math
 from functools import lru_cache
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
-from numpyro_gpaug.distributions._pg_density import _SADDLE_FIT
 from numpyro_gpaug.math.special import horner
 
 RATE = math.pi**2 / 8
 ALPHA = 0.7
 _NODES = (80, 32)
+# With y = x / h, the saddle point is about this polynomial in y / (1 + y), times (1 +
+# 2 y) / y^2; the relative error is 6e-3.
+SADDLE_FIT = (1.00038262, -2.10773872, 5.94080879, -5.94887077, 2.11569219)
 
 
 def _log_cosh_sqrt(q: np.ndarray) -> np.ndarray:
@@ -51,7 +55,7 @@ def _log_rho_contour(h: np.ndarray, x: np.ndarray, num: int = 96) -> np.ndarray:
     :math:`\cosh^{-h}\sqrt{2s}`, on a parabola around the branch cut."""
     y = x / h
     # The integral does not depend on the vertex, so a rough saddle point will do.
-    fit = np.polynomial.polynomial.polyval(y / (1 + y), _SADDLE_FIT)
+    fit = np.polynomial.polynomial.polyval(y / (1 + y), SADDLE_FIT)
     delta = np.maximum(0.5 * fit * (1 / y + 2) / y, 1 / x)
     width = np.sqrt(44.0 / (x * delta))
     v = width * ((np.arange(num) + 0.5) / num)[:, None]
@@ -100,6 +104,25 @@ def _table(tolerance: float) -> tuple[tuple[float, ...], ...]:
         kept = row[: large[-1] + 1] if large.size else row[:1]
         rows.append(tuple(map(float, np.polynomial.chebyshev.cheb2poly(kept))))
     return tuple(rows)
+
+
+def log_rho(h: Array, x: Array) -> Array:
+    """Return ``log(rho)`` at values ``x > 0`` for shapes ``h > 0`` (one shape)."""
+    double = jnp.finfo(x.dtype).bits > 32
+    table = itertools.zip_longest(*_table(1e-16 if double else 1e-9), fillvalue=0.0)
+    rows = jnp.asarray([*table], x.dtype).T
+    v, share = x / (1 + h), (h - 1) / (h + 1)
+    t = 1 - 2 * ALPHA / (v + ALPHA)
+
+    @jax.checkpoint
+    def step(sums: tuple[Array, Array], row: Array) -> tuple[tuple[Array, Array], None]:
+        b1, b2 = sums
+        return (2 * t * b1 + (jnp.polyval(row[::-1], share, unroll=32) - b2), b1), None
+
+    zeros = jnp.zeros_like(x)
+    (b1, b2), _ = lax.scan(step, (zeros, zeros), rows[::-1])
+    p = b1 - t * b2
+    return (1 + h) * p + (h + 0.5) * jnp.log1p(v / ALPHA) - RATE * x
 
 
 class Tangent(NamedTuple):
