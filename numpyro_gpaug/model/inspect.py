@@ -32,7 +32,7 @@ from numpyro_gpaug.likelihoods.expectations import (
 )
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.correlated_data import correlated_axes
-from numpyro_gpaug.model.costs import FEWEST_NODES, FIT, Purpose
+from numpyro_gpaug.model.costs import FEWEST_NODES, FIT, MAX_DENSE, Purpose
 from numpyro_gpaug.model.exponentials import has_form
 from numpyro_gpaug.model.forms import Queries, find_form, find_sparse, refuse_large
 from numpyro_gpaug.model.frontier import frontier, separation, single_inputs
@@ -527,23 +527,29 @@ class Reading:
 
     def _mixed_residual(self, roots: Sequence[Any]) -> str | None:
         """Return why the residual variances cannot be computed, or ``None``. Given the
-        inducing values, a sparse process has a variance of its own at each input. Its
-        values at several inputs are correlated, and so are two predictors of one
-        process; these correlations are not computed."""
+        inducing values, a sparse process has a variance of its own at each input. A
+        predictor of values at several inputs needs their covariance matrix; covariances
+        between two predictors are not computed."""
         for process in () if self._projected else self._processes:
-            states = [self.program.value(r).state for r in roots]
-            pairs = zip(roots, states, strict=True)
-            reached = [(r, s[process]) for r, s in pairs if process in s]
-            if all(s.elementwise for _, s in reached) and len(reached) < 2:
-                continue
-            variables = [r for r, _ in reached]
-            single = single_inputs(self.program, process, variables)
-            if len(reached) > 1 or not single or process in self._survey.loaded:
+            reached = [r for r in roots if process in self.program.value(r).state]
+            if len(reached) > 1:
                 return (
-                    f"{_SEVERAL} of the sparse process {process!r} reach one datum: "
-                    "at several inputs, by two predictors, or of outputs that share "
-                    "latents by loadings"
+                    f"{_SEVERAL} of the sparse process {process!r} reach one datum, by "
+                    "two predictors"
                 )
+            for root in reached:
+                if self.program.value(root).state[process].elementwise:
+                    continue
+                inputs = self._survey.functions[process].shape
+                sizes = prod(inputs), prod(self.program.avals[root].shape)
+                loaded = process in self._survey.loaded
+                single = not loaded and single_inputs(self.program, process, [root])
+                if not single and sizes[0] * max(sizes) > MAX_DENSE**2:
+                    return (
+                        f"{_SEVERAL} of the sparse process {process!r} reach one "
+                        f"datum, and a matrix of all, {sizes[0]} by {max(sizes)}, is "
+                        "too large"
+                    )
         return None
 
     def _closed(self, name: str) -> bool:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Any, Self, cast
 
@@ -30,7 +31,12 @@ from numpyro_gpaug.model.expectation import (
     Split,
     pair_places,
 )
-from numpyro_gpaug.model.frontier import Frontier, frontier, index_of
+from numpyro_gpaug.model.frontier import (
+    Frontier,
+    frontier,
+    index_of,
+    single_inputs,
+)
 from numpyro_gpaug.model.gaussians import Field, field
 from numpyro_gpaug.model.latents import JOINT, Grouping
 from numpyro_gpaug.model.links import Chained, Declared, Loop, loops
@@ -281,7 +287,8 @@ class JointView(View):
     def _residuals(self, variables: list[Any]) -> list[Array]:
         """Return the variances of predictors given the latents. Each is the sum over
         function values, at one input, of their variances times the squared slopes of
-        the predictor."""
+        the predictor. Predictors that mix several function values of a process need
+        the covariances of these."""
         program, functions = self._program, self.structure.functions
         if self._projected or not functions:
             shapes = [program.avals[v].shape for v in variables]
@@ -303,7 +310,43 @@ class JointView(View):
                 carried = push(zeros | {name: variance.astype(like.dtype) * only})
                 pairs = zip(total, slope, carried, strict=True)
                 total = [t + s * c for t, s, c in pairs]
+        for place, variable in enumerate(variables):
+            state = program.value(variable).state
+            mixed = (n for n in functions if n in state and not state[n].elementwise)
+            if not all(self._has_single_inputs(n, variable) for n in mixed):
+                each = self._mixed_residuals(variable)
+                variance = sum((s * c).sum((0, 1)) for s, c in each)
+                total[place] = jnp.maximum(variance, 0).reshape(total[place].shape)
         return total
+
+    def _has_single_inputs(self, process: str, variable: int) -> bool:
+        """Whether the residual variance is a sum over independent latents at one
+        input."""
+        loadings = self._conditionals[process].outputs.loadings
+        return loadings is None and single_inputs(self._program, process, [variable])
+
+    def _mixed_residuals(self, variable: int) -> Iterator[tuple[Array, Array]]:
+        """Yield, by process, the slopes (latents, N, n) of the n entries of a variable
+        in the values of latents, and their products with the covariances of these
+        given the inducing values."""
+        program, functions = self._program, self.structure.functions
+        zeros = {k: jnp.zeros(f.shape, f.dtype) for k, f in functions.items()}
+        latents = self._at(self._shapes)
+
+        def values(moved: dict[str, Array]) -> Array:
+            return program.run([variable], latents | self._at(moved))[0].ravel()
+
+        _, push = jax.linearize(values, zeros)
+        state = program.value(variable).state
+        for name in (n for n in functions if n in state):
+            f = self._conditionals[name]
+            basis = jnp.eye(f.mean.size, dtype=f.dtype).reshape(-1, *f.mean.shape)
+
+            def moved_by(e: Array, name: str = name, f: Any = f) -> Array:
+                return push(zeros | {name: f.outputs.shifts(e)})
+
+            slopes = jax.vmap(moved_by)(basis).reshape(*f.mean.shape, -1)
+            yield slopes, f.residual_covariance @ slopes
 
     def _latents_apart(self, name: str, variables: list[Any]) -> list[Any]:
         """Return masks of a process's function values, such that each predictor depends

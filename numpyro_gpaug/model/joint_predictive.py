@@ -45,12 +45,7 @@ from numpyro_gpaug.model.expectation import (
     pair_places,
     places_within,
 )
-from numpyro_gpaug.model.frontier import (
-    frontier,
-    index_of,
-    separation,
-    single_inputs,
-)
+from numpyro_gpaug.model.frontier import frontier, index_of, separation
 from numpyro_gpaug.model.jaxpr import dependence_on_arrays
 from numpyro_gpaug.model.joint import REGISTERED, JointView
 from numpyro_gpaug.model.latents import JOINT
@@ -167,33 +162,12 @@ class JointPredictiveView(JointView):
 
         :param name: the name of the site.
         """
-        return self._residual_covariance(self._variable(name))
-
-    def _residual_covariance(self, variable: Any) -> Array:
-        program, functions = self._program, self.structure.functions
-        zeros = {k: jnp.zeros(f.shape, f.dtype) for k, f in functions.items()}
-        latents = self._at(self._shapes)
-
-        def values(moved: dict[str, Array]) -> Array:
-            return program.run([variable], latents | self._at(moved))[0].ravel()
-
-        found, push = jax.linearize(values, zeros)
-        total = jnp.zeros((found.size, found.size), found.dtype)
-        for name in self._reached(variable):
-            f = self._conditionals[name]
-            basis = jnp.eye(f.mean.size, dtype=f.dtype).reshape(-1, *f.mean.shape)
-
-            def moved_by(e: Array, name: str = name, f: Any = f) -> Array:
-                return push(zeros | {name: f.outputs.shifts(e)})
-
-            slopes = jax.vmap(moved_by)(basis).reshape(*f.mean.shape, -1)
-            total += jnp.einsum("cin,cim->nm", slopes, f.residual_covariance @ slopes)
+        variable = self._variable(name)
+        size = math.prod(self._program.avals[variable].shape)
+        total = jnp.zeros((size, size), self.structure.dtype)
+        for slopes, carried in self._mixed_residuals(variable):
+            total += jnp.einsum("cin,cim->nm", slopes, carried)
         return total
-
-    def _reached(self, variable: Any) -> list[str]:
-        """Return the names of the processes that a variable depends on."""
-        state = self._program.value(variable).state
-        return [name for name in self.structure.functions if name in state]
 
     def given_rows(self, q: Any, predicted: str) -> Any:
         """Return the Gaussian on the latents given other observations at the new rows,
@@ -230,23 +204,6 @@ class JointPredictiveView(JointView):
                 "at a time"
             )
         return conditioned(q, structure, found, likelihoods)
-
-    def _residuals(self, variables: list[Any]) -> list[Array]:
-        """Return the residual variances. Where a variable mixes several function values
-        of a process, they follow from the covariances of these."""
-        found = super()._residuals(variables)
-        for place, variable in enumerate(variables):
-            state = self._program.value(variable).state
-            mixed = (n for n in self._reached(variable) if not state[n].elementwise)
-            if any(not self._has_single_inputs(n, variable) for n in mixed):
-                found[place] = jnp.diagonal(self._residual_covariance(variable))
-        return found
-
-    def _has_single_inputs(self, process: str, variable: int) -> bool:
-        """Whether the residual variance is a sum over independent latents at one
-        input."""
-        loadings = self._conditionals[process].outputs.loadings
-        return loadings is None and single_inputs(self._program, process, [variable])
 
     def of_groups(self) -> JointPredictiveView:
         """Return this view, with the assumption that every predictor depends on one
