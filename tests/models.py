@@ -129,6 +129,19 @@ def blocks_of(guide, params):
     return mean, np.square(scale)[..., None] * np.eye(size)
 
 
+def poisson_posterior(prior, A, y):
+    """Mean and covariance of the best Gaussian for latents ``N(0, prior)`` and counts
+    with rates ``exp(A z)``, by NumPy."""
+    mean, covariance = np.zeros(len(prior)), prior
+    for _ in range(100):
+        m = A @ mean
+        rate = np.exp(m + 0.5 * ((A @ covariance) * A).sum(1))
+        information = (A.T * rate) @ A
+        covariance = np.linalg.solve(np.eye(len(prior)) + prior @ information, prior)
+        mean = 0.5 * (mean + covariance @ (A.T @ (rate * m + y - rate)))
+    return mean, covariance
+
+
 def draw_data(seed=0, rows=24, inducing=6, columns=2):
     """Inputs, labels (rows, 3) and inducing inputs, as JAX arrays."""
     rng = np.random.default_rng(seed)
