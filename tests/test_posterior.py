@@ -232,6 +232,8 @@ def test_bad_new_inputs() -> None:
     posterior, _ = fitted()
     with pytest.raises(ValueError, match=r"\(5, 3\)"):
         posterior.predict_y(np.zeros((5, 3)))
+    with pytest.raises(ValueError, match="'inducing' .* differs from the fit"):
+        posterior.predict_y(X, inducing=X[1:13])
     with pytest.raises(ValueError, match="new inputs"):
         posterior.predict_y()
     with pytest.raises(ValueError, match="site='z'"):

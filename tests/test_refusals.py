@@ -11,6 +11,7 @@ import numpyro.distributions as dist
 import optax
 import pandas
 import pytest
+from numpyro.infer.autoguide import AutoNormal
 
 import numpyro_gpaug as gpaug
 from tests.problems import classifier, learnt, regression, toy
@@ -205,6 +206,23 @@ def test_local_latents_see_their_own_batch() -> None:
     others = np.delete(z, slice(None, None, 7))
     # Process and common level of z are only weakly identified; outliers are not.
     assert z[::7].min() - others.max() > 4
+
+
+def test_effects_that_are_points_beside_their_scale_are_named() -> None:
+    def model(group, y=None, *, unknown=True):
+        level = numpyro.sample("level", dist.Normal(0, 1))
+        scale = numpyro.sample("scale", dist.HalfNormal(1)) if unknown else 1.0
+        with numpyro.plate("groups", 3):
+            effect = numpyro.sample("effect", dist.StudentT(4, 0, scale))
+        with numpyro.plate("data", len(group)):
+            rate = jnp.exp(level + effect[group])
+            numpyro.sample("y", dist.Poisson(rate), obs=y)
+
+    data = jnp.arange(9) % 3, jnp.arange(9)
+    with pytest.warns(UserWarning, match=r"'effect' and \['scale'\], on which"):
+        gpaug.AutoLatentGaussian(model).setup(*data)
+    gpaug.AutoLatentGaussian(model).setup(*data, unknown=False)
+    gpaug.AutoLatentGaussian(model, other=AutoNormal).setup(*data)
 
 
 def test_names_that_share_a_prefix_survive() -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar, Self
@@ -24,7 +25,7 @@ from numpyro_gpaug.math.compiling import ahead, once
 from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.closures import Version, watched
 from numpyro_gpaug.model.display import latent_rows, observed_rows
-from numpyro_gpaug.model.inspect import inspect_model, structure_at
+from numpyro_gpaug.model.inspect import inspect_model, structure_at, warn_of_modes
 from numpyro_gpaug.model.jaxpr import dependence_on_arrays
 from numpyro_gpaug.model.joint import Codes
 from numpyro_gpaug.model.latents import Structure
@@ -211,6 +212,10 @@ class ProcessGuide(Displayed):
         self._other.moves = any(x.state for x in jax.tree.leaves(starts))
         self._supports_move = any(x.state for x in jax.tree.leaves(supports))
         self._alike.add(arguments.shapes)
+        # A model without Gaussian latents is refused later, with its own advice.
+        if any(math.prod(block.shape) for block in self.structure.blocks):
+            others = {name: start for name, (start, _) in self._other.known().items()}
+            warn_of_modes(self.model, arguments, others)
 
     def _others_at(self, arguments: Arguments) -> Values:
         """Return starts and supports of the other latents."""

@@ -853,3 +853,36 @@ def warn_of_points(
             "kernel + variance",
             stacklevel=2,
         )
+
+
+def warn_of_modes(
+    model: Callable[..., Any], arguments: Arguments, others: dict[str, Any]
+) -> None:
+    """Warn about vectors that get point estimates together with a parameter of their
+    prior, such as random effects from a Student-t distribution with an unknown scale.
+    Their joint density may be largest at a scale near zero, with equal effects.
+
+    :param model: the model.
+    :param arguments: its arguments.
+    :param others: latents with point estimates, by name; only shapes and dtypes matter.
+    """
+
+    def priors(values: dict[str, Array]) -> dict[str, Any]:
+        trace = run_model(flat_functions(model), arguments, fixed_key(), values)
+        return {name: trace[name]["fn"] for name in vectors}
+
+    vectors = [name for name, value in others.items() if value.size > 1]
+    if not vectors:
+        return
+    found = dependence_tree(priors, others)
+    unknown = {name: sorted(_sources(found[name]) - {name}) for name in vectors}
+    for name, parameters in unknown.items():
+        if parameters:
+            warnings.warn(
+                f"{name!r} and {parameters}, on which its prior depends, get point "
+                "estimates together: scales become too small, often zero. "
+                "NestedVI(model) integrates over few of them, other=AutoNormal gives "
+                "them normals, MCMC(NUTS(model)) samples any. A Student-t effect may "
+                "also be a Normal whose variance has an inverse gamma prior",
+                stacklevel=2,
+            )

@@ -48,9 +48,9 @@ class FitArguments(NamedTuple):
     :param shared: names of arguments without a row per datum.
     :param data: positional arguments, and keyword arguments that hold observations,
         with shapes in place of arrays.
-    :param fingerprints: fingerprints of positional arguments, by name, if keyword
-        arguments with a row per datum are kept. They tell other rows from those of the
-        fit.
+    :param fingerprints: by name, of the keyword arguments that determine inducing
+        inputs, and, if keyword arguments with a row per datum are kept, of positional
+        arguments. They tell other rows from those of the fit.
     :param ranges: ranges of the columns of arguments of floats with a row per datum, by
         name.
     :param labels: labels of the codes of arguments that were categories, by name.
@@ -115,6 +115,7 @@ class FitArguments(NamedTuple):
         if any(k not in shared for k in kept):
             positional = zip(parameters, args, strict=False)
             seen = {k: _seen(x) for k, x in positional if k not in observations}
+        seen |= {k: _seen(x) for k, x in kept.items() if k in inducing}
         told = {k: x for k, x in seen.items() if x is not None}
         rowwise = {k: x for k, x in named.items() if k not in (*shared, *observations)}
         _warn_of_pooled([k for k in pooled if k in rowwise])
@@ -162,6 +163,7 @@ class FitArguments(NamedTuple):
         ]
         positional = dict(zip(parameters, args, strict=False))
         self._refuse_rows_of_fit(positional, kwargs)
+        self._refuse_inducing({**positional, **kwargs})
         self._warn_of_far({**positional, **kwargs}, lambda: weighing(arguments))
         flags = [
             flag for flag, x in new for leaf in jax.tree.leaves(x) if is_array(leaf)
@@ -206,6 +208,20 @@ class FitArguments(NamedTuple):
                 "the fit and has a row per datum. Pass it for the new rows too, as "
                 f"in predict_y({differ[0]}_new, {left[0]}=...)"
             )
+
+    def _refuse_inducing(self, given: Values) -> None:
+        """Raise if inducing inputs or hyperparameters differ from those of the fit, to
+        which the posterior of the inducing values belongs.
+
+        :param given: arguments of a prediction, by name.
+        """
+        for name in given.keys() & self.kwargs.keys() & self.fingerprints.keys():
+            if _seen(given[name]) not in (None, self.fingerprints[name]):
+                raise ValueError(
+                    f"{name!r} determines inducing inputs or hyperparameters, and "
+                    "differs from the fit. Leave it out: the posterior keeps that of "
+                    "the fit"
+                )
 
     def _warn_of_far(
         self, given: Values, weighing: Callable[[], tuple[str, ...] | None]
