@@ -288,3 +288,26 @@ def test_known_codes_have_the_ranges_that_a_program_computes(case, monkeypatch):
     assert len(found) == 1
     monkeypatch.setattr(Program, "_codes", lambda self, variable: None)
     assert ranges() == found
+
+
+def test_the_derivative_of_a_largest_number_survives_compilation():
+    """XLA computes numbers again, rounded differently: none equals the largest."""
+
+    def signs(slope):
+        likelihood = dist.Normal(slope * X[:, 0], jnp.float32(0.53))
+        return jnp.stack([likelihood.log_prob(x) for x in (POSITIVE, -POSITIVE)])
+
+    def chosen(slope):
+        return signs(slope)[(slope * X[:, 0] < 0).astype(int), jnp.arange(N)]
+
+    _, program, found = split_at(lambda z: signs(z[:1]).max(0))
+    fixed = program.run(list(found.fixed), {})
+
+    def derivative(function):
+        return jax.vmap(jax.grad(lambda slope: function(slope).sum()))
+
+    largest = derivative(lambda slope: found.density(fixed, [slope])[0])
+    slopes = jnp.linspace(-7, 7, 32)[:, None]
+    optimised = jax.jit(largest, compiler_options={"xla_backend_optimization_level": 2})
+    expected = derivative(chosen)(slopes)
+    np.testing.assert_allclose(optimised(slopes), expected, rtol=1e-4)

@@ -6,7 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import jax.numpy as jnp
+from jax import Array, lax
 from jax.extend.core import Literal
+
+# Reductions to the largest and to the smallest number.
+_CHOSEN: dict[str, Any] = {"reduce_max": jnp.argmax, "reduce_min": jnp.argmin}
 
 
 def walked(
@@ -58,8 +63,27 @@ def applied(eqn: Any, operands: list[Any]) -> list[Any]:
     :param operands: arrays.
     """
     primitive = eqn.primitive
+    if primitive.name in _CHOSEN and jnp.issubdtype(operands[0].dtype, jnp.inexact):
+        return [_chosen(operands[0], eqn.params["axes"], _CHOSEN[primitive.name])]
     bound = primitive.get_bind_params(eqn.params)
     # Before JAX 0.10, functions are separate from params.
     subfuns, params = bound if isinstance(bound, tuple) else ((), bound)
     found = primitive.bind(*subfuns, *operands, **params)
     return list(found) if primitive.multiple_results else [found]
+
+
+def _chosen(x: Array, axes: tuple[int, ...], place: Any) -> Array:
+    """Return the largest or smallest numbers along axes, selected by their places.
+
+    JAX's derivative searches for the numbers that equal the result. XLA may round them
+    differently when it computes them again: none is equal, and the derivative is NaN,
+    or wrong.
+
+    :param x: the numbers.
+    :param axes: the axes that are reduced.
+    :param place: ``jnp.argmax`` or ``jnp.argmin``.
+    """
+    others = [a for a in range(x.ndim) if a not in axes]
+    x = x.transpose(*others, *axes).reshape(*(x.shape[a] for a in others), -1)
+    places = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
+    return jnp.where(places == place(x, -1, keepdims=True), x, 0).sum(-1)
