@@ -38,6 +38,13 @@ def regression(X, y=None, *, inducing, scale=0.5):
         numpyro.sample("y", dist.Normal(gp(X), scale), obs=y)
 
 
+def unfitted(svi, *args, **kwargs):
+    """The posterior before the first step, where any will do: the steps of a run are
+    its largest program."""
+    params = svi.get_params(svi.init(jax.random.key(0), *args, **kwargs))
+    return svi.posterior(params, *args, **kwargs)
+
+
 def toy(num: int = 40, dim: int = 2, seed: int = 0, dtype=None):
     """Inputs and noisy labels of a smooth function, as NumPy arrays: a slice of one is
     no program to compile."""

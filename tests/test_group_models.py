@@ -209,7 +209,7 @@ def test_what_looks_at_several_groups_is_refused(monkeypatch):
     monkeypatch.setattr(costs, "_OVERHEAD", -np.inf)
     guide = gpaug.AutoLatentGaussian(paired)
     svi = gpaug.ConjugateSVI(paired, guide, optim=None)
-    svi.run(jax.random.key(0), 2, GROUP, GROUP, REAL, progress_bar=False)
+    guide.setup(GROUP, GROUP, REAL)
     assert "40 groups of 2 (a, b)" in repr(guide)
     with pytest.raises(gpaug.NotConjugateError, match="data depend on several groups"):
         svi.run(jax.random.key(0), 2, GROUP, GROUP[::-1], REAL, progress_bar=False)

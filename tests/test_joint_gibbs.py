@@ -123,7 +123,7 @@ def covariance(model, t):
     ("model", "t"),
     [
         (walk, TIME), (subjects, SUBJECT), (process, np.arange(40)),
-        (states, np.arange(40)),
+        slow(states, np.arange(40)),  # quick in test_structures.py
     ],
 )  # fmt: skip
 def test_a_step_with_gaussian_noise_is_a_draw_of_the_posterior(

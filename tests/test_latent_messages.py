@@ -16,6 +16,7 @@ import numpyro_gpaug as gpaug
 from numpyro_gpaug.distributions.predictor_mixture import PredictorMixture
 from numpyro_gpaug.model.arguments import Arguments
 from tests.conftest import slow
+from tests.problems import unfitted
 
 N = 12
 RNG = np.random.default_rng(0)
@@ -272,9 +273,8 @@ def test_several_predictors_need_a_name_and_kinks_are_warned_of(tmp_path):
             numpyro.sample("y", dist.AsymmetricLaplace(a[0] * t, scale, 1.0), obs=y)
 
     svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
-    fit = svi.run(KEY, 2, T, REAL, progress_bar=False)
     with pytest.warns(UserWarning, match="'y' are off by about .* has a kink"):
-        posterior = svi.posterior(fit)
+        posterior = unfitted(svi, T, REAL)
     assert 1e-3 < posterior.quadrature_errors["y"] < 0.1
     posterior.save(tmp_path / "fit.npz")
     loaded = gpaug.Posterior.load(tmp_path / "fit.npz", model)
@@ -477,6 +477,6 @@ def test_distributions_of_ones_own_are_told_what_they_lack():
     with pytest.raises(TypeError, match=r"Set Own\.arg_constraints = \{'rate': "):
         svi.run(KEY, 3, x, y, progress_bar=False)
     Own.arg_constraints = {"rate": dist.constraints.positive}
-    fit = svi.run(KEY, 3, x, y, progress_bar=False)
+    posterior = unfitted(svi, x, y)
     with pytest.raises(NotImplementedError, match="define mean, or sample"):
-        _ = svi.posterior(fit).predict_y(x).mean
+        _ = posterior.predict_y(x).mean

@@ -12,7 +12,7 @@ import pytest
 
 import numpyro_gpaug as gpaug
 from tests.conftest import slow
-from tests.problems import classifier, regression, toy
+from tests.problems import classifier, regression, toy, unfitted
 
 KEY = jax.random.key(0)
 pytestmark = pytest.mark.usefixtures("x64")
@@ -126,9 +126,9 @@ def test_what_has_no_factor_for_each_observation_is_refused() -> None:
             numpyro.sample("y", dist.Poisson(jnp.exp(own)), obs=y)
 
     svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model), None)
-    result = svi.run(KEY, 5, X[:, 0], COUNTS, progress_bar=False)
+    posterior = unfitted(svi, X[:, 0], COUNTS)
     with pytest.raises(gpaug.NotConjugateError, match="no latent for each row"):
-        svi.posterior(result).leave_one_out(X[:, 0], COUNTS)
+        posterior.leave_one_out(X[:, 0], COUNTS)
 
 
 @pytest.mark.parametrize("shared", ["level", "groups", "rows"])
@@ -150,7 +150,7 @@ def test_data_that_share_a_predictor_are_not_left_out_one_by_one(shared) -> None
 
     y = COUNTS.reshape(4, 10) if shared == "rows" else COUNTS
     svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model), None)
-    posterior = svi.posterior(svi.run(KEY, 5, y, progress_bar=False))
+    posterior = unfitted(svi, y)
     with pytest.raises(gpaug.NotConjugateError, match=r"exp\(effect\[group\]\)"):
         posterior.leave_one_out(y)
 

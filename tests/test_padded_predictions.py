@@ -11,6 +11,7 @@ import pytest
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.predict import calls
 from tests.conftest import compilations
+from tests.problems import unfitted
 
 KEY = jax.random.key(0)
 RNG = np.random.default_rng(0)
@@ -160,8 +161,7 @@ def test_independent_processes() -> None:
             numpyro.sample("y", dist.Categorical(logits=f), obs=y)
 
     svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model))
-    fit = svi.run(KEY, 5, X[:20], Y[:20], progress_bar=False)
-    posterior, before = svi.posterior(fit), compilations("_answer")
+    posterior, before = unfitted(svi, X[:20], Y[:20]), compilations("_answer")
     joint, draws = [], []
     for num in (9, 5, 9):
         joint.append(posterior.predict_f(X[:num], full_covariance=True))
@@ -220,8 +220,7 @@ def test_so_has_an_error_of_a_prediction_in_blocks() -> None:
 
     svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model))
     offset = np.linspace(0, 1, 20, dtype="float32")
-    fit = svi.run(KEY, 2, X[:20], offset, offset, progress_bar=False)
-    posterior = svi.posterior(fit)
+    posterior = unfitted(svi, X[:20], offset, offset)
     whole = posterior.predict_y(X[:9], offset[:9]).mean
     with pytest.raises(TypeError, match=r"shapes for broadcasting: .7,., .6,."):
         posterior.predict_y(X[:7], offset[:6])
