@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from scipy import sparse
-from scipy.linalg import solve_triangular
 
 from numpyro_gpaug.math.fingerprints import ByContents
 from numpyro_gpaug.math.sparse_pattern import Pattern
@@ -254,60 +253,34 @@ def _inverted(matrix: Any) -> tuple[np.ndarray, float, np.ndarray]:
 def _inverse_diagonal(lower: Any, pivots: np.ndarray) -> np.ndarray:
     """Return the diagonal of the inverse of ``L D L'``.
 
-    The recursion of Takahashi et al. (1973) goes through the supernodes, from the last
-    to the first. The inverse at the nodes below a supernode is part of the inverse at
-    the front of its parent.
+    The recursion of Takahashi et al. (1973) goes through the columns, from the last to
+    the first. The parent of a column is its first row below the diagonal, and the
+    parent's rows contain all rows of the column below that. So the inverse at these
+    rows is part of the inverse at the rows of the parent.
 
     :param lower: L, with a unit diagonal; CSC.
     :param pivots: the diagonal of D.
     """
-    starts, stops, parents = _supernodes(lower)
-    bounds, nodes = lower.indptr, lower.indices
-    fronts = [nodes[bounds[k] : bounds[k + 1]] for k in starts]
-    waiting = np.bincount(parents[parents >= 0], minlength=len(starts))
+    starts, rows, counts = lower.indptr, lower.indices, np.diff(lower.indptr)
+    parents = np.append(rows, 0)[starts[:-1] + 1]
+    waiting = np.bincount(parents[counts > 1], minlength=len(pivots))
     inverses: dict[int, np.ndarray] = {}
     diagonal = np.empty(len(pivots))
-    for k in range(len(starts) - 1, -1, -1):
-        start, stop, parent, front = starts[k], stops[k], parents[k], fronts[k]
-        width = stop - start
-        columns = np.zeros((width, len(front)))
-        entries_of = lower.data[bounds[start] : bounds[stop]]
-        columns[np.triu(np.ones_like(columns, bool))] = entries_of
-        root = solve_triangular(
-            columns[:, :width].T, np.eye(width), lower=True, unit_diagonal=True
-        )
-        inverse = np.zeros((len(front),) * 2)
-        inverse[:width, :width] = (root.T / pivots[start:stop]) @ root
-        if parent >= 0:
-            places = np.searchsorted(fronts[parent], front[width:])
+    for k in range(len(pivots) - 1, -1, -1):
+        inverse = np.full((counts[k],) * 2, 1 / pivots[k])
+        if counts[k] > 1:
+            below, parent = slice(starts[k] + 1, starts[k + 1]), parents[k]
+            known = rows[starts[parent] : starts[parent + 1]]
+            places = np.searchsorted(known, rows[below])
             border = inverses[parent][places[:, None], places]
-            ratio = columns[:, width:].T @ root
-            cross = -border @ ratio
-            inverse[width:, width:] = border
-            inverse[width:, :width], inverse[:width, width:] = cross, cross.T
-            inverse[:width, :width] -= ratio.T @ cross
+            cross = -border @ lower.data[below]
+            inverse[1:, 1:] = border
+            inverse[1:, 0] = inverse[0, 1:] = cross
+            inverse[0, 0] -= cross @ lower.data[below]
             waiting[parent] -= 1
             if not waiting[parent]:
                 del inverses[parent]
         if waiting[k]:
             inverses[k] = inverse
-        diagonal[start:stop] = inverse.diagonal()[:width]
+        diagonal[k] = inverse[0, 0]
     return diagonal
-
-
-def _supernodes(lower: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the first and last (exclusive) column of each supernode of a factor, and
-    its parent, the supernode of the first row below it; -1 for none.
-
-    Successive columns are in one supernode if they have the same rows below.
-    """
-    bounds, nodes = lower.indptr, lower.indices
-    counts = np.diff(bounds)
-    joined = counts[:-1] == counts[1:] + 1
-    joined[joined] = nodes[bounds[:-2][joined] + 1] == np.flatnonzero(joined) + 1
-    starts = np.append(0, np.flatnonzero(~joined) + 1)
-    stops = np.append(starts[1:], len(counts))
-    owner = np.repeat(np.arange(len(starts)), stops - starts)
-    widths = np.minimum(stops - starts, counts[starts] - 1)
-    above = owner[nodes[bounds[starts] + widths]]
-    return starts, stops, np.where(counts[starts] > stops - starts, above, -1)
