@@ -252,29 +252,6 @@ def test_sampler_distribution(dtype, num):
         assert kolmogorov(biased, t, cdf) > limit, cell
 
 
-@pytest.mark.slow
-def test_known_order_of_one_half(dtype):
-    """The shortcut without rejections has the distribution of the general sampler; a
-    traced order uses the general one.
-    """
-    p, a, b = (np.asarray(v, dtype) for v in ([0.5, -0.5], 2.0, 1.0))
-    known = GIG(p, a, b)
-    assert known._is_inverse_gaussian()
-    assert not GIG(np.asarray([0.5, 0.6], dtype), a, b)._is_inverse_gaussian()
-    x = np.asarray(known.sample(random.key(5), (NUM_DRAWS,)))
-    traced = jax.jit(lambda p: GIG(p, a, b).sample(random.key(5), (NUM_DRAWS,)))(p)
-    traced = np.asarray(traced)
-    assert np.all(x != traced)
-    limit = np.sqrt(np.log(2 * 4 / 1e-4) / 2)
-    for draws in (x, traced):
-        assert draws.dtype == dtype
-        for j, order in enumerate((0.5, -0.5)):
-            cdf = numeric_cdf(order, 2.0, 1.0)
-            assert kolmogorov(draws[:, j].astype(float), *cdf) < limit
-            swapped = numeric_cdf(-order, 2.0, 1.0)
-            assert kolmogorov(draws[:, j].astype(float), *swapped) > limit
-
-
 @slow_in_double
 def test_inverse_gaussian_against_scipy(dtype):
     loc, concentration = np.array([0.3, 1.0, 20.0]), np.array([2.0, 0.5, 300.0])

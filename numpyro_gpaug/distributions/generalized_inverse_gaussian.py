@@ -9,12 +9,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike
 from numpyro.distributions import constraints
 from numpyro.distributions.kl import kl_divergence
-from numpyro.distributions.util import not_jax_tracer, validate_sample
+from numpyro.distributions.util import validate_sample
 
 from numpyro_gpaug.distributions._elementwise import Elementwise, parameter
 from numpyro_gpaug.distributions._gig_sampler import (
@@ -163,19 +162,6 @@ def _draw(key: Array, p: Array, a: Array, b: Array, *, shape: tuple[int, ...]) -
     return within_range(_place(v, _sign(distribution), distribution.root))
 
 
-@partial(jax.jit, static_argnames="shape")
-def _draw_half(
-    key: Array, p: Array, a: Array, b: Array, *, shape: tuple[int, ...]
-) -> Array:
-    """Draw for orders of 1/2 and -1/2, for which ``1/x`` or ``x`` is inverse
-    Gaussian."""
-    eta = jnp.sqrt(b) / jnp.sqrt(a)
-    up = p > 0
-    mean, scale = jnp.where(up, 1 / eta, eta), jnp.where(up, a, b)
-    draw = sample_inverse_gaussian(key, mean, scale, shape=shape)
-    return within_range(jnp.where(up, 1 / draw, draw))
-
-
 @jax.jit
 def _mode(p: Array, a: Array, b: Array) -> Array:
     size = jnp.hypot(p - 1, jnp.sqrt(a) * jnp.sqrt(b))
@@ -220,10 +206,9 @@ class GeneralizedInverseGaussian(Elementwise):
     differentiated in the value and in all parameters.
 
     **sample** is an exact rejection sampler (Devroye 2014 [2], on the log of the
-    draw), which accepts at least 63% of its proposals for all parameters.  When ``p``
-    is known to be 1/2 or -1/2 throughout (it is not traced), the draw is the
-    transformation of Michael, Schucany and Haas for the inverse Gaussian, without
-    rejections.  A draw is never zero nor infinite: one beyond the range of the
+    draw), which accepts at least 63% of its proposals for all parameters.  (For orders
+    of -1/2, :class:`~numpyro_gpaug.InverseGaussian` needs no rejections.)
+    A draw is never zero nor infinite: one beyond the range of the
     dtype becomes the nearest normal number.  Draws carry no gradient.
 
     **References**
@@ -260,11 +245,6 @@ class GeneralizedInverseGaussian(Elementwise):
     b: ArrayLike = parameter(constraints.positive)
     support = constraints.positive
 
-    def _is_inverse_gaussian(self) -> bool:
-        if not not_jax_tracer(self.p):
-            return False
-        return bool(np.all(np.abs(np.asarray(self.p)) == 0.5))
-
     def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
         """Draw from the distribution.
 
@@ -275,8 +255,7 @@ class GeneralizedInverseGaussian(Elementwise):
         p, a, b = jax.lax.stop_gradient(self._arrays())
         # Not batch_shape, which still has the old axes under vmap over a distribution.
         shape = tuple(sample_shape) + p.shape
-        draw = _draw_half if self._is_inverse_gaussian() else _draw
-        return draw(key, p, a, b, shape=shape)
+        return _draw(key, p, a, b, shape=shape)
 
     @validate_sample
     def log_prob(self, value: ArrayLike) -> Array:
