@@ -683,31 +683,27 @@ class Sparse(Structure):
 
     def coupling(self, left: Rows, right: Rows, cross: Array) -> Any:
         """Return the information of factors ``exp(-c p q)`` on pairs of predictors, all
-        of whose nodes are neighbours.
+        of whose nodes are neighbours: the precision ``sum c (l r' + r l')``.
 
         :param cross: c, (n,).
         """
-        return self._products(left, right, cross)
-
-    def _products(self, left: Rows, right: Rows, weights: Array) -> SparseNatural:
-        """Return natural parameters with the precision ``sum w (l r' + r l')``."""
-        pattern, dtype = self.pattern, weights.dtype
+        pattern, dtype = self.pattern, cross.dtype
         entries = jnp.zeros(len(pattern.rows), dtype)
         border = jnp.zeros((self.nodes, self.layout.others), dtype)
         for one, other in ((left, right), (right, left)):
-            weighted = weights[:, None] * one.value
+            weighted = cross[:, None] * one.value
             border = border.at[one.place].add(
                 weighted[..., None] * other.dense[:, None]
             )
         row, column = left.place[:, :, None], right.place[:, None]
-        product = (weights[:, None] * left.value)[..., None] * right.value[:, None]
+        product = (cross[:, None] * left.value)[..., None] * right.value[:, None]
         own = 0 if self.sums else 2 * product
         product = jnp.where(row == column, own, product)
         entries = entries.at[pattern.places(row, column)].add(product, mode="drop")
         for one, other in ((left, right), (right, left)) if self.sums else ():
-            sums = weights[:, None] * one.value * other.value.sum(-1, keepdims=True)
+            sums = cross[:, None] * one.value * other.value.sum(-1, keepdims=True)
             entries = entries.at[jnp.asarray(pattern.diagonal)[one.place]].add(sums)
-        half = (weights[:, None] * left.dense).T @ right.dense
+        half = (cross[:, None] * left.dense).T @ right.dense
         zeros = jnp.zeros((1, self.size), dtype)
         corner = (half + half.T)[None]
         return SparseNatural(zeros, entries[None], border[None], corner, self)

@@ -262,22 +262,6 @@ def safe_sqrt(x: Array) -> Array:
     return jnp.where(positive, jnp.sqrt(jnp.where(positive, x, 1)), 0)
 
 
-def cholesky_and_inverse(matrix: Array) -> tuple[Array, Array]:
-    """Return the lower Cholesky factors of matrices (..., M, M), and their inverses,
-    without derivatives; NaN where a matrix is not positive definite. One loop computes
-    both: this compiles sooner than :func:`cholesky` and :func:`inverse_lower`."""
-    eye = jnp.broadcast_to(jnp.eye(matrix.shape[-1], dtype=matrix.dtype), matrix.shape)
-
-    def both(matrix: Array, eye: Array) -> tuple[Array, Array]:
-        factor = jnp.linalg.cholesky(matrix, symmetrize_input=False)
-        solved = lax.linalg.triangular_solve(
-            factor, eye, left_side=True, lower=True, transpose_a=True
-        )
-        return factor, solved.mT
-
-    return one_by_one(both)(matrix.mT, eye)
-
-
 def solve_lower(factor: Array, rhs: Array, *, transpose: bool = False) -> Array:
     """Return ``factor^-1 rhs``, or ``factor'^-1 rhs``, for a lower factor.
 

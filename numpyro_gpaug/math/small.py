@@ -86,7 +86,8 @@ def cholesky_and_inverse(matrix: Array) -> tuple[Array, Array]:
     """
     size = matrix.shape[-1]
     if size > _BY_BLOCKS:
-        return linalg.cholesky_and_inverse(matrix)
+        factor = linalg.cholesky(matrix)
+        return factor, linalg.inverse_lower(factor)
     rows = _by_rows(matrix) if size <= _BY_ROWS else _by_blocks(matrix)
     places = np.arange(size, dtype=np.int32)
     eye, above = places[:, None] == places, places[:, None] < places

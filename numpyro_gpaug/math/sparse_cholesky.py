@@ -282,15 +282,8 @@ def matvec(pattern: Pattern, values: Array, x: Array) -> Array:
     :param values: the entries, (nnz,).
     :param x: (size,) or (size, k).
     """
-    i, j = pattern.rows, pattern.columns
-    apart = np.flatnonzero(i != j)
-    each = values.reshape(-1, *(1,) * (x.ndim - 1))
-    product = jnp.zeros_like(x, shape=x.shape, dtype=jnp.result_type(values, x))
-    product = product.at[i].add(
-        each * _at(x, j), mode="promise_in_bounds", indices_are_sorted=True
-    )
-    mirrored = _at(each, apart) * _at(x, i[apart])
-    return product.at[j[apart]].add(mirrored, mode="promise_in_bounds")
+    columns = x.reshape(pattern.size, -1)
+    return product(pattern, with_sums(pattern, values), columns).reshape(x.shape)
 
 
 def with_sums(pattern: Pattern, values: Array, sums: Any = None) -> Array:

@@ -10,6 +10,7 @@ probabilities, and the K heights can be learnt.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -158,10 +159,7 @@ class _Problem:
         if not good(high):
             return None, reach
         low = max(3, high // 2)
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if good(middle) else (middle + 1, high)
-        return high, reach
+        return low + bisect_left(range(low, high), True, key=good), reach
 
     def _worst(self, squares: np.ndarray) -> float:
         return float((squares @ self._weights).max())
