@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpyro.distributions as dist
 from jax import Array, lax, random
 from jax.typing import ArrayLike
 from numpyro.distributions import constraints
 from scipy.special import ndtri
 
 from numpyro_gpaug._numpyro import whole_plates
-from numpyro_gpaug.diagnostics._run import run
+from numpyro_gpaug.diagnostics._run import data_sites, run
 from numpyro_gpaug.gp.conditional import Conditional
 from numpyro_gpaug.likelihoods.expectations import base_distribution
 from numpyro_gpaug.math.compiling import jit_for_few_runs
@@ -186,10 +185,8 @@ def _overlaps(
     trace = run(model, arguments, random.key(0), first)
     chosen = _latents(mcmc, trace, "MCMC")
     found = {}
-    for site, message in trace.items():
+    for site, message in data_sites(trace).items():
         distribution = base_distribution(message["fn"])
-        if not message.get("is_observed") or isinstance(distribution, dist.Unit):
-            continue
         predicted = _Site(model, arguments, site)
         p, q = _Predictive(predicted, chosen), None
         if not isinstance(vi, Posterior):

@@ -69,6 +69,16 @@ def replicate(message: dict[str, Any], key: Array) -> Array:
     return _drawable(_of_all_steps(fn) if is_scanned(message) else fn).sample(key)
 
 
+def replicated(sites: Trace, key: Array) -> dict[str, Array]:
+    """Draw new data for each of some sites.
+
+    :param sites: from :func:`data_sites`.
+    :param key: random key.
+    """
+    each = enumerate(sites.items())
+    return {k: replicate(site, random.fold_in(key, i)) for i, (k, site) in each}
+
+
 def observations(message: dict[str, Any]) -> tuple[Array, Array]:
     """Return the value of an observed site, and which of its entries are not masked.
 
@@ -76,6 +86,14 @@ def observations(message: dict[str, Any]) -> tuple[Array, Array]:
     """
     ones = through_wrappers(message["fn"], lambda base: jnp.ones(base.batch_shape))
     return message["value"], ones > 0
+
+
+def data_sites(trace: Trace) -> Trace:
+    """Return the observed sites of a trace, without those of ``numpyro.factor``."""
+    sites = {k: s for k, s in trace.items() if s["type"] == "sample"}
+    observed = {k: s for k, s in sites.items() if s["is_observed"]}
+    fns = {k: base_distribution(s["fn"]) for k, s in observed.items()}
+    return {k: s for k, s in observed.items() if not isinstance(fns[k], Unit)}
 
 
 def masked_as_nan(value: Array, known: Array) -> np.ndarray:
@@ -175,14 +193,12 @@ def one_draw(
     """
     own, new = random.split(key)
     trace = run(model, arguments, own, values, "noise")
-    prior, predicted = {}, {}
-    for i, (name, site) in enumerate(trace.items()):
-        observed = site["type"] == "sample" and site["is_observed"]
-        if observed and not isinstance(base_distribution(site["fn"]), Unit):
-            predicted[name] = replicate(site, random.fold_in(new, i))
-        elif site["type"] in ("sample", "deterministic") and not observed:
-            prior[name] = site["value"]
-    return prior, predicted
+    prior = {
+        name: site["value"]
+        for name, site in trace.items()
+        if site["type"] in ("sample", "deterministic") and not site.get("is_observed")
+    }
+    return prior, replicated(data_sites(trace), new)
 
 
 def prior_sampler(model: Model) -> Callable[..., Any]:

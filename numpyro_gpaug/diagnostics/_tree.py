@@ -12,11 +12,11 @@ import jax
 import numpy as np
 from jax import Array, random
 from jax.typing import ArrayLike
-from numpyro.distributions import Unit
 
 from numpyro_gpaug.diagnostics._arviz import tree_of
 from numpyro_gpaug.diagnostics._run import (
     Evaluated,
+    data_sites,
     evaluated_at,
     log_priors,
     masked_as_nan,
@@ -24,7 +24,7 @@ from numpyro_gpaug.diagnostics._run import (
     prior_groups,
     prior_sampler,
     programs_for,
-    replicate,
+    replicated,
     run,
     top_level,
 )
@@ -32,7 +32,6 @@ from numpyro_gpaug.guides import AutoLatentGaussian
 from numpyro_gpaug.guides.function_space import AutoFunctionSpaceGP
 from numpyro_gpaug.infer import NestedVI
 from numpyro_gpaug.likelihoods.counts import stable_log_prob
-from numpyro_gpaug.likelihoods.expectations import base_distribution
 from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.closures import watched
 from numpyro_gpaug.model.columns import Columns, Labels
@@ -62,15 +61,9 @@ def tree_of_nested(key: Array, nested: NestedVI) -> DataTree:
     ) -> tuple[Values, ...]:
         key, values = each
         trace = run(nested.model, given, key, values)
-        densities, replicated = {}, {}
-        for i, (name, site) in enumerate(trace.items()):
-            if site["type"] != "sample" or not site["is_observed"]:
-                continue
-            if isinstance(base_distribution(site["fn"]), Unit):
-                continue
-            densities[name] = stable_log_prob(site["fn"], site["value"])
-            replicated[name] = replicate(site, random.fold_in(key, i))
-        return densities, replicated, log_priors(trace, tops)
+        sites = data_sites(trace)
+        densities = {k: stable_log_prob(s["fn"], s["value"]) for k, s in sites.items()}
+        return densities, replicated(sites, key), log_priors(trace, tops)
 
     @jax.jit
     def everywhere(given: Arguments, keys: Array, values: Values) -> Any:
@@ -83,12 +76,12 @@ def tree_of_nested(key: Array, nested: NestedVI) -> DataTree:
     keys = random.split(key, chains * num)
     values = {k: x for k, x in flat.items() if k in latent}
     seen, found = everywhere(arguments, keys, values)
-    densities, replicated, priors = found
+    densities, predicted, priors = found
     observed = {k: masked_as_nan(*x) for k, x in seen.items()}
     sampler = prior_sampler(nested.model)
     groups = {
         "posterior": {k: np.asarray(x) for k, x in draws.items()},
-        "posterior_predictive": _by_chain(replicated, chains, num),
+        "posterior_predictive": _by_chain(predicted, chains, num),
         "log_likelihood": _by_chain(densities, chains, num),
         "log_prior": _by_chain(priors, chains, num),
         **prior_groups(sampler, arguments, {}, prior_key, chains * num),

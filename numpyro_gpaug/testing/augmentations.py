@@ -135,10 +135,10 @@ class _Check(NamedTuple):
         bound = self.augmentation.bound(self.d, self.y, means, variances)
         exact = self._expectation(means, variances)
         worst = float(jnp.max(bound - exact - self.tolerance * (1 + jnp.abs(exact))))
-        _require(worst <= 0, f"the bound exceeds E log p(y | f), by {worst:.3g}")
+        require(worst <= 0, f"the bound exceeds E log p(y | f), by {worst:.3g}")
         for name, slope in jax.grad(self._total, 1)(means, variances).items():
             least = float(jnp.min(-2 * slope))
-            _require(
+            require(
                 least >= -self.tolerance,
                 f"the site precision of {name!r} is {least:.3g} < 0",
             )
@@ -184,7 +184,7 @@ class _Check(NamedTuple):
     def _close(self, value: Array, expected: Array, what: str) -> None:
         error = jnp.abs(value - expected) / (1 + jnp.abs(expected))
         worst, most = float(jnp.max(error)), self.tolerance
-        _require(worst <= most, f"{what}: relative error {worst:.3g} > {most:.3g}")
+        require(worst <= most, f"{what}: relative error {worst:.3g} > {most:.3g}")
 
 
 def _at(d: Distribution, f: Parameters) -> Distribution:
@@ -200,7 +200,8 @@ def _to_batch(density: Array, y: Array) -> Array:
     return density.sum(tuple(range(-extra, 0))) if extra > 0 else density
 
 
-def _require(holds: bool, message: str) -> None:
+def require(holds: bool, message: str) -> None:
+    """Raise an ``AssertionError`` unless a condition holds."""
     # Not an assert statement: it would vanish under python -O.
     if not holds:
         raise AssertionError(message)

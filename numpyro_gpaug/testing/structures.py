@@ -17,6 +17,7 @@ from numpyro_gpaug.gaussians import Structure
 from numpyro_gpaug.gaussians.base import GaussianFactors, drawn_white, log_density
 from numpyro_gpaug.gaussians.dense import AffineMap, NaturalGaussian
 from numpyro_gpaug.gaussians.rows import Rows
+from numpyro_gpaug.testing.augmentations import require
 
 
 def check_structure(
@@ -79,10 +80,10 @@ def check_structure(
 def _compare(what: str, found: Any, expected: Any, tolerance: float) -> None:
     found, expected = np.asarray(found), np.asarray(expected)
     shapes = found.shape, expected.shape
-    _require(shapes[0] == shapes[1], f"{what} has shape {shapes[0]}, not {shapes[1]}")
+    require(shapes[0] == shapes[1], f"{what} has shape {shapes[0]}, not {shapes[1]}")
     scale = 1 + np.abs(expected).max(initial=0)
     worst = np.abs(found - expected).max(initial=0) / scale
-    _require(worst <= tolerance, f"{what} is off by {worst:.3g} > {tolerance:.3g}")
+    require(worst <= tolerance, f"{what} is off by {worst:.3g} > {tolerance:.3g}")
 
 
 class _Problem(NamedTuple):
@@ -407,9 +408,3 @@ def _divergence(q: Any, precision: Array) -> Array:
     trace = jnp.einsum("...ki,ij,...kj->...", whitener, precision, whitener)
     log_det = jnp.linalg.slogdet(precision)[1] + q.log_det
     return 0.5 * (squares + trace - mean.shape[-1] - log_det)
-
-
-def _require(holds: bool, message: str) -> None:
-    # Not an assert statement: it would vanish under python -O.
-    if not holds:
-        raise AssertionError(message)
