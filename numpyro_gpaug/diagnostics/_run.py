@@ -80,7 +80,7 @@ def replicated(sites: Trace, key: Array) -> dict[str, Array]:
 
 
 def observations(message: dict[str, Any]) -> tuple[Array, Array]:
-    """Return the value of an observed site, and which of its entries are not masked.
+    """Return the value of an observed site, and whether each entry is not masked.
 
     :param message: NumPyro's message of the site.
     """
@@ -344,7 +344,7 @@ class Programs:
         return found, observed
 
     def numbers_held(self, shapes: Draws, fixed: Values) -> int:
-        """The number of values that the likelihoods of one draw need while they are
+        """The number of values in memory while the likelihoods of one draw are
         computed."""
         size = sum(math.prod(s.shape[1:]) for s in jax.tree.leaves(shapes.likelihoods))
         width = NUM_NODES

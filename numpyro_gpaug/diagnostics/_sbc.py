@@ -382,7 +382,8 @@ def _drawn(
 def _in_normals(
     fits: Posteriors, truth: dict[str, np.ndarray]
 ) -> tuple[dict[str, np.ndarray], dict[int, str]]:
-    """Return positions in normal marginals, and what was wrong."""
+    """Return positions in normal marginals by site, and the reasons why fits failed by
+    number."""
     positions = {}
     for name in (k for k in truth if k in fits.sites):
         normal = fits[name]

@@ -232,8 +232,8 @@ def saddle_prefactor(w: Array, h: Array) -> Array:
 
 
 def rho_log_density(x: Array, h: Array, z: Array) -> Array:
-    r"""Return the log-density as that of an inverse Gaussian times :math:`\rho`, the
-    probability that a Brownian excursion survives (:mod:`._pg_rho`)."""
+    r"""Return the log-density: an inverse Gaussian times :math:`\rho`, the probability
+    that a Brownian excursion survives (:mod:`._pg_rho`)."""
     quad = jnp.square(h - z * x) / (2 * x)
     norm = jnp.log(h) - 1.5 * jnp.log(x) - 0.5 * math.log(2 * math.pi)
     tilt = h * jnp.log1p(jnp.exp(-2 * z))

@@ -151,8 +151,8 @@ class PredictorMixture(Distribution):
 
     @staticmethod
     def _aligned(weights: Array, values: Array, event_dim: int = 0) -> Array:
-        """Return weights with axes for those of draws, which come before the axes of
-        data, and for those of events, which come after them."""
+        """Return weights with additional axes: for draws, before the axes of data, and
+        for events, after them."""
         draws = (1,) * (values.ndim - weights.ndim - event_dim)
         if weights.ndim == 1:
             return weights.reshape(-1, *draws, *(1,) * event_dim)

@@ -157,7 +157,7 @@ class Structure(ABC):
 
     @property
     def record(self) -> tuple[str, ...]:
-        """What a file contains of the structure besides its name."""
+        """The strings that a file stores about the structure, besides its name."""
         return ()
 
     @classmethod
@@ -201,8 +201,8 @@ class Structure(ABC):
     @property
     def independent(self) -> Layout:
         """The layout of the noise of moments: groups of latents that are independent
-        given all others, and then the rest. The noise of a group changes no other
-        latents. There are no groups if the structure has none."""
+        given all others, then the rest. The noise of a group changes no other latents.
+        There are no groups if the structure has none."""
         return Layout(0, 0, self.rank)
 
     def split_groups(self, z: Any) -> tuple[Any, Any]:
@@ -220,7 +220,7 @@ class Structure(ABC):
 
     @abstractmethod
     def cost(self, rows: int, width: int) -> float:
-        """Return the operations of one update.
+        """Return the number of operations of one update.
 
         :param rows: number of predictors.
         :param width: number of latents, outside groups, that each may depend on.
@@ -310,8 +310,8 @@ def _moments_of(treedef: Any, leaves: tuple[Any, ...]) -> Any:
 
 def drawn_white(prior: StructurePrior, q: Any, noise: Array) -> Array | None:
     """Return the standard normal numbers behind latents ``q.mean + q.unwhiten(noise)``,
-    (n, size); ``None`` if the latents themselves have enough digits to find them. A
-    prior whose latents have not has a method of this name.
+    (n, size); ``None`` if the latents have enough digits to find them. Otherwise the
+    prior has a method of this name.
 
     :param prior: a prior.
     :param q: moments.
@@ -325,8 +325,8 @@ class GroupsPrior(StructurePrior, Protocol):
     """The prior of a :class:`Structure` with independent groups."""
 
     def terms_by_group(self, groups: Array, others: Array) -> tuple[Array, Array]:
-        """Return numbers that add up as :meth:`terms`: those of independent groups (J,
-        G, R) given all other latents (K,), and those of these."""
+        """Return the numbers of :meth:`terms` in two parts: for independent groups (J,
+        G, R) given all other latents (K,), and for the other latents."""
 
 
 def selected(tree: Any, latents: Array | None) -> Any:

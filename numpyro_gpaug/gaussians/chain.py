@@ -69,7 +69,7 @@ from numpyro_gpaug.math.recurrences import (
 
 @dataclass(frozen=True)
 class _Steps(Blocks):
-    """Steps, each of which depends on the next, given the border.
+    """The latents of chains given the border: each step depends on the next.
 
     :param gain: the coefficients of a step on the next, (chains, steps, R, R).
     """
@@ -457,9 +457,9 @@ class ChainPrior:
         return jnp.concatenate([white.reshape(-1, len(noise)), corner]).T
 
     def white_mean(self, q: ChainMoments) -> Array:
-        """Return the standard normal numbers behind the means, (1, G R + K), without
-        the small difference of a step and what the step before makes it, for noise
-        that has covariances of its own."""
+        """Return the standard normal numbers behind the means, (1, G R + K), if the
+        noise of steps has covariances of its own. They are computed without the small
+        difference between a step and its prediction from the step before."""
         links, whitener = split(self.links)
         assert q.kept is not None
         assert whitener is not None
@@ -471,7 +471,7 @@ class ChainPrior:
         return self.structure.layout.joined(white.reshape(steps.shape), corner)
 
     def _apart(self, q: ChainMoments, known: Array, alone: Array) -> Array:
-        """Return the white noise of all steps but the first, whose noise has
+        """Return the white noise of all steps but the first, if the noise has
         covariances of its own.
 
         :param known: numbers of the steps, (chains, steps, R, n).
@@ -571,8 +571,8 @@ class Chain(Groups):
 
 
 def _by_step(rows: Rows, layout: Layout) -> tuple[Rows, Rows | None]:
-    """Return rows of one step each: the dependence on the first step and all latents
-    outside of steps, and the dependence on the next step, if there is any."""
+    """Return rows that depend on one step each: the dependence on the first step and on
+    latents outside of steps, and the dependence on the next step, if there is any."""
     own, each = rows.own, layout.each
     if own.shape[-1] == each:
         return rows, None

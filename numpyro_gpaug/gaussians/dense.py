@@ -103,8 +103,8 @@ class Moments(NamedTuple):
 
     def precision_root(self) -> Array:
         """``R`` with precision ``R R'``, upper triangular, (..., M, M), for any
-        whitener. It has all digits of the whitener, of which the square ``W' W`` has
-        half."""
+        whitener. It has all digits of the whitener; the product ``W' W`` would have
+        half of them."""
         triangle = linalg.one_by_one(partial(jnp.linalg.qr, mode="r"))(self.whitener)
         return linalg.inverse_lower(triangle.mT).mT
 
@@ -379,7 +379,7 @@ class AffineMap(NamedTuple):
 
 @dataclass(frozen=True)
 class Dense(Structure):
-    """The structure of one dense matrix."""
+    """One dense precision matrix, without further structure."""
 
     natural: ClassVar[Any] = NaturalGaussian
     any_rows: ClassVar[bool] = True

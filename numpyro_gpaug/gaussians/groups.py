@@ -409,7 +409,7 @@ class Groups(Structure):
         blocks if they are many."""
         number, width = left.dense.shape
         groups, each, corner, _ = self.layout
-        # Few: a loop would copy the sums with every block.
+        # Counted without the border, because a loop copies the sums with every block.
         numbers = (each + left.value.shape[-1]) * (each + width)
         size = rows_of_blocks(number, numbers, weights.dtype)
         others, lead = corner - width, (groups, each)

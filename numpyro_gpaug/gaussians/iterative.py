@@ -230,14 +230,15 @@ class _Reduced(NamedTuple):
         return self.root * found
 
     def _reduced(self, b: Array) -> tuple[Array, Array]:
-        """Return columns (N, c) of eliminated nodes, and ``P^{-1/2}`` times those of
-        others, less what the first contribute."""
+        """Return columns (N, c) of eliminated nodes, and ``P^{-1/2}`` times the columns
+        of the others minus the contribution of the eliminated."""
         own, rest = self.structure.parted(b)
         moved = self.structure.down(self.entries, own / self.own)
         return own, self.root * (rest - moved)
 
     def _completed(self, own: Array, y: Array) -> Array:
-        """Return nodes (N, c) from ``P^{1/2}`` times those that are not eliminated.
+        """Return columns of all nodes (N, c) from ``P^{1/2}`` times the nodes that are
+        not eliminated.
 
         :param own: the right-hand side of the eliminated nodes.
         """
@@ -413,7 +414,8 @@ class Iterative(Sparse):
         return np.diff(self.pattern.starts) == 1
 
     def parted(self, x: Array) -> tuple[Array, Array]:
-        """Return numbers of nodes (N, c) as those of eliminated nodes and others."""
+        """Split numbers of nodes (N, c) into those of eliminated nodes and of
+        others."""
         return x[np.flatnonzero(self._eliminated)], x[np.flatnonzero(~self._eliminated)]
 
     def nodal(self, own: Array, rest: Array) -> Array:

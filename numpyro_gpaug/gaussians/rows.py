@@ -167,8 +167,8 @@ class RowMap:
         return Marginals(self(q.mean), self.residual + variance)
 
     def covariances(self, q: Any, left: Array, right: Array) -> Array:
-        """Return covariances of pairs of predictors, which depend on the same group, or
-        one of which depends on none.
+        """Return covariances of pairs of predictors. Both predictors of a pair depend
+        on the same group, or one of them depends on none.
 
         :param q: moments of the latents.
         :param left: one predictor of each pair, (P,).
@@ -196,7 +196,8 @@ class RowMap:
 
     def coupling(self, cross: Array, left: Array, right: Array) -> Any:
         """Return the information about the latents of factors on products of two
-        predictors, which depend on the same group, or one of which depends on none.
+        predictors. Both predictors of a pair depend on the same group, or one of them
+        depends on none.
 
         :param cross: cross precisions of the pairs, (1, P).
         :param left: one predictor of each pair, (P,).

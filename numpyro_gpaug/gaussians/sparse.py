@@ -341,8 +341,8 @@ class NodePrior:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Extended:
-    """Moments of latents some of which are those of a known Gaussian; all others are
-    standard normal.
+    """Moments of latents, some of which have a known Gaussian; all others are standard
+    normal.
 
     :param known: moments of the known latents.
     :param structure: the structure of the requested latents.
@@ -540,7 +540,7 @@ class Sparse(Structure):
         return entries.at[self.pattern.diagonal].add(jnp.asarray(ones, dtype))
 
     def columns(self, flat: Array) -> tuple[Array, Array]:
-        """Return columns (N + K, n) as those of nodes and those of the border."""
+        """Split columns (N + K, n) into those of nodes and of the border."""
         return flat[: self.nodes], flat[self.nodes :]
 
     def cost(self, rows: int, width: int) -> float:

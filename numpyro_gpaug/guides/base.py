@@ -223,8 +223,8 @@ class ProcessGuide(Displayed):
         return other.starts(*arguments.merge())
 
     def _others_agree(self, arguments: Arguments) -> bool:
-        """Whether the other latents have the priors of the set-up: the same supports,
-        and the same starts where these do not depend on the values of arguments."""
+        """Whether the other latents have the priors of the set-up: equal supports, and
+        equal starts unless these depend on the values of arguments."""
         other = self._other
         if not isinstance(other, PointGuide) or is_traced(arguments):
             return True
@@ -256,8 +256,7 @@ class ProcessGuide(Displayed):
         return self._structure is not None and bool(self._structure.observed)
 
     def chose(self, arguments: Arguments) -> bool:
-        """Whether the set-up had the same arguments among those that may choose another
-        model.
+        """Whether the arguments that may choose another model are those of the set-up.
 
         :param arguments: the model's arguments.
         """

@@ -160,10 +160,10 @@ class _TrackedView(ModelView):
     about weights."""
 
     def conditional(self, block: Block) -> Conditional:
-        return self._resting[block.name]
+        return self._with_fixed_inputs[block.name]
 
     @cached_property
-    def _resting(self) -> dict[str, Conditional]:
+    def _with_fixed_inputs(self) -> dict[str, Conditional]:
         """Processes whose inducing inputs have no derivatives."""
         found = {}
         for block in self.structure.processes:

@@ -90,8 +90,8 @@ class AutoSparseGP(ConjugateGuide):
         return structure
 
     def start_at(self, given: Values, trace: Trace, view: Any) -> dict[str, Any]:
-        """Return the given natural parameters of every block, filled up with those of
-        its prior."""
+        """Return natural parameters of every block: the given ones, and those of the
+        prior for others."""
 
         def start(block: Block) -> NaturalGaussian:
             prior = self._first(block, lambda: trace).natural

@@ -130,8 +130,9 @@ def _softmax_expectation(d, y, means: Parameters, variances: Parameters) -> Arra
 
 
 def _classes(shares: Array, least: Array) -> dist.Distribution:
-    """Classes of given probabilities, where these are known to a rounding of one, and
-    of logarithms by Jensen's inequality below."""
+    """Return a distribution of classes with given probabilities. Where a probability is
+    below rounding, its logarithm is at least the lower bound ``least``, from Jensen's
+    inequality."""
     tiny = jnp.finfo(shares.dtype).tiny
     return dist.CategoricalLogits(
         jnp.maximum(jnp.log(jnp.maximum(shares, tiny)), least)

@@ -18,7 +18,8 @@ from jax.typing import ArrayLike
 
 
 def known_to(condition: Callable[[Any], Any], values: ArrayLike) -> bool:
-    """Whether all values satisfy a condition. The answer is yes if either is traced."""
+    """Whether all values satisfy a condition; also true if values or condition are
+    traced."""
     if isinstance(values, jax.core.Tracer):
         return True
     with jax.ensure_compile_time_eval():
@@ -80,7 +81,7 @@ def in_dtype_of(fitted: Any) -> Iterator[None]:
 
 
 def is_traced(tree: Any) -> bool:
-    """Whether a caller differentiates, vectorises or compiles: some array is traced."""
+    """Whether some array is traced: a caller differentiates, vectorises or compiles."""
     return any(isinstance(x, Tracer) for x in jax.tree.leaves(tree))
 
 
@@ -91,9 +92,8 @@ def has_doubles() -> bool:
 
 
 def held(leaves: list[Any]) -> tuple[Any, ...]:
-    """Return array arguments in the form that programs take. Small NumPy arrays are
-    copied, in JAX's dtypes, so that no caller can change them. All others become JAX
-    arrays.
+    """Return array arguments as programs take them. Small NumPy arrays are copied, in
+    JAX's dtypes, so that no caller can change them. All others become JAX arrays.
 
     :param leaves: JAX or NumPy arrays.
     """
@@ -107,7 +107,7 @@ def held(leaves: list[Any]) -> tuple[Any, ...]:
 
 
 def _single(array: Array) -> Array:
-    """Return an array that was made with 64-bit numbers as it would be without them."""
+    """Return a 64-bit array in the 32-bit dtype that JAX would have given it."""
     narrow = _NARROW.get(array.dtype)
     return array if narrow is None else array.astype(narrow)
 
@@ -124,7 +124,7 @@ def _copied(array: np.ndarray) -> np.ndarray:
 
 
 def as_arrays(leaves: list[Any]) -> tuple[Array, ...]:
-    """Return array arguments as JAX arrays, NumPy arrays by one transfer.
+    """Return array arguments as JAX arrays. One transfer takes all NumPy arrays;
     ``jnp.asarray`` would compile a program for each shape."""
     given = [_own(x) for x in leaves if not isinstance(x, Array)]
     if not given:
@@ -148,7 +148,7 @@ def in_blocks(
     size: int,
     took: Callable[[int], Any] = lambda _: None,
 ) -> Any:
-    """Compute something for many rows (draws, responses), in blocks of one size.
+    """Apply a function to many rows (draws, responses), in blocks of one size.
 
     :param function: a function of the numbers of some rows, which returns a tree of
         arrays.

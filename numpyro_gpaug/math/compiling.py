@@ -46,8 +46,8 @@ SMALL, SMALL_OF_SEARCHES, SMALL_OF_FEW, SMALL_OF_STARTS = (
 
 
 def compiler_options(*, quick: bool) -> dict[str, Any]:
-    """Return what programs of this package ask of XLA: nothing on accelerators, and no
-    option that this jaxlib lacks or that ``XLA_FLAGS`` sets.
+    """Return the XLA options of the package's programs: none on accelerators, and none
+    that this jaxlib lacks or that ``XLA_FLAGS`` sets.
 
     :param quick: whether the time to compile matters more than the time to run.
     """
@@ -172,9 +172,9 @@ jit_for_few_runs = partial(jit, small=SMALL_OF_FEW)
 
 
 def ahead(function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
-    """Return a function compiled for arguments of these shapes, with quick options. It
-    computes numbers from numbers even inside another program, unless it closes over
-    traced values.
+    """Return a function compiled for arguments of these shapes, with quick options.
+    Called with numbers it returns numbers, even while another program is traced, unless
+    the function closes over traced values.
 
     :param function: a function of arrays.
     :param args: arguments of the shapes that it will be called with.

@@ -129,7 +129,8 @@ def convergence(
 def _by_distance(
     trace: np.ndarray, step_sizes: ArrayLike | Callable[[int], Any]
 ) -> np.ndarray:
-    """The losses at distances from the end that are multiples of the largest step."""
+    """Return the losses at distances from the end that are multiples of the largest
+    step."""
     given: Any = step_sizes
     if callable(given):
         given = [given(i) for i in range(trace.size)]

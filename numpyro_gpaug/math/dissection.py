@@ -138,7 +138,7 @@ def _levels(graph: sparse.csr_array, starts: _Indices) -> _Indices:
 
 def _second_half(part: _Indices, component: _Indices) -> _Indices:
     """Return whether each node is in the second half of its part, for nodes sorted by
-    part and component. Halves end between components where there is one near."""
+    part and component. If a component ends near the middle, the part is cut there."""
     begins = np.flatnonzero(np.diff(part, prepend=-1))
     sizes = np.diff(np.append(begins, len(part)))
     middle = begins + (sizes + 1) // 2

@@ -21,7 +21,8 @@ def walked(
     equation: Callable[[Any, list[Any]], Iterable[Any]],
     constants: Iterable[Any] = (),
 ) -> list[Any]:
-    """Return what is known about the outputs of a jaxpr, one equation after the other.
+    """Go through the equations of a jaxpr in order, and return what is known about its
+    outputs.
 
     :param jaxpr: the program.
     :param starts: what is known about its inputs.

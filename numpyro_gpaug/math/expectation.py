@@ -182,7 +182,8 @@ def _averaged(function: Callable[[Array], _Sums], at: PredictorMoments) -> _Sums
 
 
 def _agree(at: PredictorMoments, first: _Sums, second: _Sums) -> Array:
-    """Whether the second of two rules is accurate enough, given the differences.
+    """Whether the second of two quadrature rules is accurate enough, by its difference
+    from the first.
 
     Errors of slopes move the posterior, and errors of curvatures change its variances.
     In standard deviations, a move is at most the norm of the errors of slopes in the
@@ -260,7 +261,7 @@ def _zeros(function: Callable[[Array], Any], node: Array) -> Any:
 def _added(
     function: Callable[[Array], Any], sums: Any, x: Array, weights: Array
 ) -> Any:
-    """Return sums over nodes with those of a block added."""
+    """Add a block of nodes to sums over nodes."""
     found = jax.tree.map(partial(_share, weights), jax.vmap(function)(x))
     return jax.tree.map(lambda s, y: s + y.sum(0), sums, found)
 

@@ -2,7 +2,7 @@
 r"""Sums of exponentials of normals, at every mean and variance.
 
 ``log sum_c exp(f_c)`` is the mean over independent standard Gumbel ``g_c`` of ``max_c
-(f_c + g_c)``, less Euler's constant. For normal ``f_c`` the maximum has the cdf
+(f_c + g_c)``, minus Euler's constant. For normal ``f_c`` the maximum has the cdf
 ``prod_c F_c``, where ``F_c`` is the cdf of a normal plus a Gumbel. A mixture of normals
 of different centres and widths *is* the Gumbel to rounding, so ``F_c`` is a mixture of
 normal cdfs, too, at every variance. What remains is one integral over the real line.
@@ -98,8 +98,8 @@ def _above(x: Array, variance: Array, slopes: bool) -> tuple[Array, ...]:
 
 
 def _nodes(mean: Array, variance: Array, cut: float | None) -> tuple[Array, ...]:
-    """Return where the integral starts, the narrowest scale there, nodes as distances
-    from the start and their weights, each with a trailing axis."""
+    """Return the start of the integral, the narrowest scale there, the nodes as
+    distances from the start, and their weights; each has a trailing axis."""
     rule = _RULES[str(mean.dtype)]
     spread = rule.reach**2 * variance
     start = (mean - jnp.sqrt(spread + rule.low**2)).max(-1, keepdims=True)

@@ -68,8 +68,8 @@ def peaked_nodes(
     width: ArrayLike = 1.0,
 ) -> tuple[Array, Array]:
     r"""Return nodes and log-weights of :func:`gaussian_nodes`, shifted to the peak of
-    ``g(f)`` times the density of ``f ~ N(mean, variance)``, if the peak is so many
-    standard deviations from the mean that the unshifted nodes would miss it.
+    ``g(f)`` times the density of ``f ~ N(mean, variance)`` if the unshifted nodes would
+    miss this peak.
 
     :param log_g: elementwise, of the broadcast shape; with the density, unimodal.
     :param mean: any shape.

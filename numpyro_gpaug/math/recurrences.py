@@ -100,9 +100,9 @@ def filtered(own: Array, links: Array) -> Array:
             # The same value, but states that the weights do not change stay exactly
             # equal.
             left = eye - moved
-        said = small.product(left.mT, small.product(weights, left))
-        said += small.product(moved.mT, small.product(before, moved))
-        seen += small.product(gain.mT, small.product(said, gain))
+        about = small.product(left.mT, small.product(weights, left))
+        about += small.product(moved.mT, small.product(before, moved))
+        seen += small.product(gain.mT, small.product(about, gain))
         return (spread, small.product(left, gain), seen), None
 
     # Nothing leaves the last block, which may not be full.

@@ -58,9 +58,9 @@ def latent_parts(count: int) -> int:
 
 
 def by_latents(function: Callable[..., Any], count: int) -> Callable[..., Any]:
-    """Return a function of stacks over latents, which treats all latents alike, such
-    that each device computes its own part. For a loop over latents the partitioner
-    would gather them.
+    """Return a function of stacks over latents with which each device computes its own
+    part. The function must treat all latents alike. For a loop over latents the
+    partitioner would gather them.
 
     :param function: a function of arrays whose first axis is over the latents.
     :param count: the number of latents.
@@ -105,8 +105,8 @@ def on_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
 
 
 def rows_mesh(mesh: Mesh | None, arrays: Iterable[Any]) -> Mesh | None:
-    """Return a mesh, or that of the first array on several devices, with its axes named
-    by their purpose.
+    """Return a mesh whose axes are named by their purpose: the given one, or the mesh
+    of the first array on several devices.
 
     :param mesh: a mesh, whose axis ``"latents"`` divides latents, and whose first other
         axis divides rows; ``None`` to use the arrays' mesh.

@@ -134,9 +134,9 @@ class Pattern(ByContents):
 
     @cached_property
     def outer(self) -> _Indices:
-        """The nodes that are eliminated before all others, sorted: no two of them are
-        neighbours, and the neighbours of each are neighbours of one another, so that no
-        entries are filled in. There are none if there are few, or no others."""
+        """The nodes that are eliminated before all others, sorted. No two of them are
+        neighbours, and all neighbours of such a node are neighbours of one another, so
+        that no entries are filled in. Empty if they are few, or all nodes."""
         rows, columns = _both_directions(self)
         starts = np.searchsorted(rows, np.arange(self.size + 1))
         degrees = np.diff(starts)
@@ -235,9 +235,9 @@ def _eliminated(pattern: Pattern) -> Elimination:
 def _attach(
     outer: _Indices, ends: tuple[_Indices, _Indices], depth: _Indices, code: _Indices
 ) -> None:
-    """Hang outer nodes into the tree, each as a leaf of its own below the deepest of
-    its neighbours, in a part that has this neighbour in its border already. All leaves
-    have the same depth.
+    """Add outer nodes to the tree. Each becomes a leaf below the deepest of its
+    neighbours, in a part whose border already contains this neighbour. All leaves have
+    the same depth.
 
     :param outer: the nodes.
     :param ends: the ends of each edge, in both directions, sorted.

@@ -54,7 +54,7 @@ class ClassMembers(NamedTuple):
 
     @classmethod
     def of(cls, labels: ArrayLike, num_classes: int, seed: int = 0) -> ClassMembers:
-        """Make it from labels.
+        """Return the members of every class, from the labels of the data.
 
         :param labels: classes of the data, (N,), 0 .. C - 1.
         :param num_classes: C.

@@ -143,7 +143,7 @@ class _Problem(NamedTuple):
         return self._replace(precision=self.precision * scale)
 
     def dense(self, structure: Structure) -> AffineMap:
-        """Return the map with a dense matrix, whatever form it has in the structure."""
+        """Return the map as a dense matrix."""
         own, group, dense, value, place = self.rows
         groups, _, others, _ = structure.layout
         chosen = jax.nn.one_hot(group, groups, dtype=own.dtype)
@@ -213,8 +213,8 @@ class _Structured(NamedTuple):
             if dense:
                 precision = problem.precision * scale
                 factors = GaussianFactors(problem.potential, precision)
-                potential, said = map_.information(factors)
-                q = NaturalGaussian(potential, first + said).moments()
+                potential, added = map_.information(factors)
+                q = NaturalGaussian(potential, first + added).moments()
                 divergence = _divergence(q, first)
             else:
                 q = self.natural(problem.scaled(scale)).moments()
@@ -283,7 +283,8 @@ class _Structured(NamedTuple):
         return found
 
     def _found_apart(self, prior: Any, q: Any, z: Array) -> dict[str, Array]:
-        """Return the same of groups that are independent given all other latents."""
+        """Return the results for groups that are independent given all other latents,
+        by name."""
         structure = self.structure
         groups, others = structure.split_groups(z)
         parts = prior.terms_by_group(groups[None], others)
@@ -307,10 +308,10 @@ class _Structured(NamedTuple):
         projection, first = np.asarray(dense, float), np.asarray(first, float)
         z = noise[:1]
         size, (left, right) = self.structure.size, problem.places
-        said = (projection * precision) @ projection.T
+        added = (projection * precision) @ projection.T
         lean = potential - precision * exact.offset
         pairs = (projection[:, left] * cross) @ projection[:, right].T
-        whole = first + said
+        whole = first + added
         covariance = np.linalg.inv(whole)
         mean = lean @ projection.T @ covariance
         variances = np.diag(covariance)
@@ -326,7 +327,7 @@ class _Structured(NamedTuple):
             "the map": exact.offset + z @ projection,
             "the map given latents": residual[None],
             "the potential of factors": lean @ projection.T,
-            "the precision of factors": said,
+            "the precision of factors": added,
             "the precision of pairs": pairs + pairs.T,
             "the diagonal of the precision": np.diag(whole)[None],
             "the mean": mean,

@@ -166,8 +166,8 @@ class _Problem:
 
 
 def _smallest(good: Callable[[float], bool], low: float, high: float) -> float:
-    """Find about the smallest number that is sufficient, by bisection; ``high`` if none
-    is."""
+    """Return about the smallest number that is sufficient, by bisection; ``high`` if
+    none is."""
     for _ in range(20):
         middle = 0.5 * (low + high)
         low, high = (low, middle) if good(middle) else (middle, high)
