@@ -25,16 +25,13 @@ from jax.extend.core import Literal
 from numpyro_gpaug.math.equations import applied, carried_by, walked
 from numpyro_gpaug.model.jaxpr import (
     ALONG,
-    BILINEAR,
-    ELEMENTWISE,
-    LINEAR,
-    LINEAR_IN,
+    BY_ENTRY,
     MOVES,
     RESHAPES,
-    SUMS,
     axes_of,
     called_jaxpr,
     called_name,
+    is_linear,
     source_of,
 )
 from numpyro_gpaug.model.listing import Operation
@@ -206,24 +203,18 @@ class Entries:
         results = []
         (moving, *_) = (x.places for x in operands if x.places is not None)
         for var, term in zip(eqn.outvars, [*carried, *found[count:]], strict=True):
-            places, shape = term.places, var.aval.shape
-            if places is None:
-                places = self._none(moving, shape)
-            results.append(
-                Term(tuple(jnp.broadcast_to(p, shape) if isinstance(p, Tracer)
-                           else np.broadcast_to(p, shape) for p in places))
-            )  # fmt: skip
+            places = term.places or self._none(moving, var.aval.shape)
+            results.append(Term(tuple(_broadcast(p, var.aval.shape) for p in places)))
         return results
 
     def _results(self, eqn: Any, operands: list[Term]) -> list[Places]:
         """Return the places of the results of a primitive that depends on
         predictors."""
         name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
-        moving = [x.places for x in operands if x.places is not None]
-        if name in LINEAR or name in BILINEAR - {"dot_general"} or name in ELEMENTWISE:
-            if all(_fits(v.aval.shape, shape) for v in eqn.invars):
-                linear = self._is_linear(eqn, operands)
-                return [self._combined(moving, shape, linear)]
+        places = {i: x.places for i, x in enumerate(operands) if x.places is not None}
+        moving, linear = [*places.values()], is_linear(eqn, {*places})
+        if name in BY_ENTRY and all(_fits(v.aval.shape, shape) for v in eqn.invars):
+            return [self._combined(moving, shape, linear)]
         if name in MOVES and len(moving) == 1:
             return [self._moved(eqn, moving[0])]
         if name.startswith("scatter"):
@@ -233,24 +224,8 @@ class Entries:
         if name in _RULES:
             return _RULES[name](self, eqn, operands)
         if name in ALONG:
-            return self._reduced(eqn, moving, linear=name in SUMS)
-        return self._any_way(eqn, operands, linear=self._is_linear(eqn, operands))
-
-    @staticmethod
-    def _is_linear(eqn: Any, operands: list[Term]) -> bool:
-        """Whether a primitive is jointly linear in all operands that depend on
-        predictors."""
-        name = eqn.primitive.name
-        moving = {i for i, x in enumerate(operands) if x.places is not None}
-        if name == "select_n":
-            return 0 not in moving
-        if name == "convert_element_type":
-            return bool(jnp.issubdtype(eqn.params["new_dtype"], jnp.inexact))
-        if name == "custom_linear_solve":
-            return not moving & set(range(sum(eqn.params["const_lengths"])))
-        if name in BILINEAR:
-            return len(moving) == 1 and not (name == "div" and 1 in moving)
-        return name in LINEAR or (name in LINEAR_IN and moving <= set(LINEAR_IN[name]))
+            return self._reduced(eqn, moving, linear)
+        return self._any_way(eqn, operands, linear=linear)
 
     def _combined(
         self, moving: list[Places], shape: tuple[int, ...], linear: bool

@@ -22,11 +22,10 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.extend.core import Literal
 
 from numpyro_gpaug.math.equations import applied, walked
 from numpyro_gpaug.model.frontier import Frontier
-from numpyro_gpaug.model.jaxpr import COPIES, MOVES, called_jaxpr
+from numpyro_gpaug.model.jaxpr import COPIES, MOVES, called_jaxpr, is_linear
 
 _MOVES = MOVES | COPIES
 
@@ -160,21 +159,10 @@ def expectation(found: Frontier, numbers: Any, mean: Array, variance: Array) -> 
     :param variance: the variance of the root.
     :raises NoFormError: if a density is not a sum of this kind.
     """
-    known: dict[int, Any] = dict(zip(found.fixed, numbers, strict=True))
     zero, one = jnp.zeros_like(mean), jnp.ones_like(mean)
     root = ExponentialSum((zero, one), (), mean, variance)
-    known |= {k: root for k in found.alike}
-
-    def read(x: Any) -> Any:
-        return x.val if isinstance(x, Literal) else known[x]
-
-    for operation in found.rest:
-        results = _after(operation.eqn, [read(x) for x in operation.operands])
-        known |= dict(zip(operation.results, results, strict=True))
-    total = jnp.zeros((), mean.dtype)
-    for x in map(read, found.outputs):
-        total += jnp.sum(_expected(x))
-    return total
+    outputs = found.density(numbers, [root], _after)
+    return sum((jnp.sum(_expected(x)) for x in outputs), jnp.zeros((), mean.dtype))
 
 
 def _expected(x: Any) -> Any:
@@ -214,7 +202,7 @@ def _after(eqn: Any, operands: list[Any]) -> list[Any]:
     if called is not None:
         return walked(called.jaxpr, operands, lambda x: x.val, _after, called.consts)
     if any(isinstance(x, Expected) for x in operands):
-        return [_after_expectation(eqn, operands)]
+        return _after_expectation(eqn, operands)
     return [_after_sums(eqn, operands)]
 
 
@@ -272,13 +260,9 @@ def _broadcast(x: Any, shape: tuple[int, ...]) -> Any:
     return jax.tree.map(lambda part: jnp.broadcast_to(part, shape), x)
 
 
-def _after_expectation(eqn: Any, operands: list[Any]) -> Expected:
-    name, values = eqn.primitive.name, [_expected(x) for x in operands]
-    several = sum(isinstance(x, Expected | ExponentialSum) for x in operands) > 1
-    over = name == "div" and isinstance(operands[-1], Expected)
-    if name in ("mul", "div") and (several or over):
-        raise NoFormError
-    linear = name in _MOVES or name in _BINARY or name in ("neg", "reduce_sum")
-    if linear or (name == "select_n" and not isinstance(operands[0], Expected)):
-        return Expected(eqn.primitive.bind(*values, **eqn.params))
+def _after_expectation(eqn: Any, operands: list[Any]) -> list[Expected]:
+    kinds = Expected | ExponentialSum
+    moving = {i for i, x in enumerate(operands) if isinstance(x, kinds)}
+    if eqn.primitive.name in _MOVES or is_linear(eqn, moving):
+        return [Expected(x) for x in applied(eqn, [_expected(x) for x in operands])]
     raise NoFormError

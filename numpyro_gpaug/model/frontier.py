@@ -20,9 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
+from numpyro_gpaug.math.equations import applied
 from numpyro_gpaug.model.entries import NONE, Entries, Places, partners, places_of
 from numpyro_gpaug.model.jaxpr import COPIES, RESHAPES
-from numpyro_gpaug.model.listing import Operation, execute
+from numpyro_gpaug.model.listing import Operation, Rule, execute
 from numpyro_gpaug.model.program import Program
 
 # Operations between a root and a nonlinear operation: one operand depends on latents,
@@ -54,17 +55,20 @@ class Frontier(NamedTuple):
     scaled: tuple[bool, ...]
     columns: int | None = None
 
-    def density(self, fixed: Sequence[Any], roots: Sequence[Any]) -> list[Any]:
+    def density(
+        self, fixed: Sequence[Any], roots: Sequence[Any], rule: Rule = applied
+    ) -> list[Any]:
         """Return the densities at values of the roots.
 
         :param fixed: values of the variables that depend on no latent.
         :param roots: values of the roots, in the shapes that the program gives them.
+        :param rule: applies an equation to values of its operands.
         """
         if self.columns is not None:
             roots = [jnp.stack(roots, self.columns)]
         known = dict(zip(self.fixed, fixed, strict=True))
         known |= {k: roots[i] for k, i in self.alike.items()}
-        return execute(self.rest, list(self.outputs), known)
+        return execute(self.rest, list(self.outputs), known, rule)
 
 
 def frontier(

@@ -65,7 +65,6 @@ ALONG = {
     "argmin": "axes", "cumsum": "axis", "cumlogsumexp": "axis", "cummax": "axis",
     "cummin": "axis", "cumprod": "axis", "sort": "dimension",
 }  # fmt: skip
-_SUMS = SUMS | {"reduce_window_sum", "fft"}
 # Operations that are linear in one of two operands, the other fixed.
 BILINEAR = {"mul", "div", "dot_general", "conv_general_dilated"}
 # Operations that are linear in these operands together, the others fixed.
@@ -86,6 +85,8 @@ ELEMENTWISE = {
     "regularized_incomplete_beta", "polygamma", "zeta", "and", "or", "xor",
     "convert_element_type",
 }  # fmt: skip
+# Operations whose results have entries that depend on the same entries of operands.
+BY_ENTRY = ELEMENTWISE | LINEAR | {"mul", "div"}
 # Calls of programs, which compute what the called program computes. A custom derivative
 # of a call says nothing about its values.
 _PLAIN = {
@@ -123,6 +124,24 @@ def dependence_tree(fn: Callable[[dict[str, Any]], Any], inputs: dict[str, Any])
     return dependences(*jaxpr_and_tree(fn, inputs), inputs)
 
 
+def by_place(
+    fn: Callable[[Any], Any], tree: Any
+) -> tuple[Callable[[dict[str, Any]], Any], dict[str, Any]]:
+    """Return a function of a tree of arrays as one of named arrays, and these arrays.
+    Their names are their places among the leaves of the tree.
+
+    :param fn: a function of one tree of arrays.
+    :param tree: example arrays, or their shapes.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    inputs = {str(i): x for i, x in enumerate(leaves)}
+
+    def named(given: dict[str, Any]) -> Any:
+        return fn(jax.tree.unflatten(treedef, [given[k] for k in inputs]))
+
+    return named, inputs
+
+
 def dependence_on_arrays(fn: Callable[[Any], Any], tree: Any) -> Any:
     """Return the dependence of every output of ``fn`` on every array.
 
@@ -130,12 +149,7 @@ def dependence_on_arrays(fn: Callable[[Any], Any], tree: Any) -> Any:
     :param tree: example arrays, or their shapes.
     :return: as from :func:`dependence_tree`, with places among the arrays as names.
     """
-    leaves, treedef = jax.tree.flatten(tree)
-    inputs = {str(i): x for i, x in enumerate(leaves)}
-    return dependence_tree(
-        lambda given: fn(jax.tree.unflatten(treedef, [given[k] for k in inputs])),
-        inputs,
-    )
+    return dependence_tree(*by_place(fn, tree))
 
 
 def dependences(closed: Any, treedef: Any, inputs: Iterable[str]) -> Any:
@@ -298,30 +312,13 @@ class Reader:
         if name in _PLACED and (name == "pad" or not any(states[1:])):
             indices = tuple(value.token for value in operands[1:])
             return self._moved(joined, (name, _static(eqn), indices))
+        if name not in BY_ENTRY:
+            joined = _mixed(joined, None)
+        stopped = name == "stop_gradient" and self._differentiated
         moving = {k for k, state in enumerate(states) if state}
-        if name in _SUMS | BILINEAR - {"mul", "div"} and len(moving) == 1:
-            return _mixed(joined, None)
-        if name in LINEAR_IN and moving <= set(LINEAR_IN[name]):
-            return _mixed(joined, None)
-        if name == "custom_linear_solve":
-            if min(moving) >= sum(eqn.params["const_lengths"]):
-                return _mixed(joined, None)
-        if name in ("mul", "div"):
-            product = bool(states[0]) and bool(states[1])
-            inverse = name == "div" and bool(states[1])
-            return _nonlinear(joined, name) if product or inverse else joined
-        if name == "convert_element_type":
-            kept = jax.numpy.issubdtype(eqn.params["new_dtype"], jax.numpy.inexact)
-            return joined if kept else _nonlinear(joined, name)
-        if name == "select_n" and states[0]:
-            return _nonlinear(joined, "where")
-        if name == "stop_gradient" and self._differentiated:
-            return _nonlinear(joined, name)
-        if name in LINEAR or (name == "integer_pow" and eqn.params["y"] == 1):
+        if is_linear(eqn, moving) and not stopped:
             return joined
-        if name in ELEMENTWISE:
-            return _nonlinear(joined, name)
-        return _mixed(joined, name)
+        return _nonlinear(joined, "where" if name == "select_n" else name)
 
     def _moved(self, state: State, move: Hashable) -> State:
         return {
@@ -348,6 +345,26 @@ class Reader:
             )
             joined[key] = Dependence(whole, d.nonlinear)
         return joined
+
+
+def is_linear(eqn: Any, moving: set[int]) -> bool:
+    """Whether an operation is affine in some of its operands together.
+
+    :param eqn: its equation.
+    :param moving: the places of these operands.
+    """
+    name, params = eqn.primitive.name, eqn.params
+    if name == "select_n":
+        return 0 not in moving
+    if name == "convert_element_type":
+        return bool(jnp.issubdtype(params["new_dtype"], jnp.inexact))
+    if name == "custom_linear_solve":
+        return min(moving) >= sum(params["const_lengths"])
+    if name in BILINEAR:
+        return len(moving) == 1 and not (name == "div" and 1 in moving)
+    if name == "integer_pow":
+        return params["y"] == 1
+    return name in LINEAR | SUMS or moving <= set(LINEAR_IN.get(name, ()))
 
 
 def axes_of(eqn: Any) -> tuple[int, ...]:
@@ -383,17 +400,13 @@ def _libraries() -> tuple[str, ...]:
     return tuple(os.path.dirname(str(module.__file__)) for module in modules)
 
 
-def is_library(eqn: Any) -> bool:
-    """Whether an equation calls a function of JAX, NumPyro or this package."""
-    path = getattr(_debug_info(eqn), "func_filename", None)
-    return str(path).startswith(_libraries())
-
-
 def has_other_derivative(eqn: Any) -> bool:
     """Whether an equation calls a user's function with a custom derivative that differs
     from the derivative of its values."""
-    own = eqn.primitive.name in OWN_DERIVATIVE
-    return own and not is_library(eqn) and differs(eqn)
+    if eqn.primitive.name not in OWN_DERIVATIVE:
+        return False
+    path = str(getattr(_debug_info(eqn), "func_filename", None))
+    return not path.startswith(_libraries()) and differs(eqn)
 
 
 def source_of(eqn: Any) -> str:

@@ -9,7 +9,7 @@ returns, or a likelihood inside of the scan, is read like one after the scan.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -32,6 +32,10 @@ class Operation(NamedTuple):
     eqn: Any
     operands: tuple[int | Literal, ...]
     results: tuple[int, ...]
+
+
+# A function of an equation and the values of its operands.
+Rule = Callable[[Any, list[Any]], list[Any]]
 
 
 class Listing:
@@ -264,26 +268,30 @@ def execute(
     operations: list[Operation] | tuple[Operation, ...],
     wanted: list[Any],
     known: dict[int, Any],
+    rule: Rule = applied,
 ) -> list[Any]:
     """Run operations in order.
 
     :param operations: see :meth:`Program.between`.
     :param wanted: numbers of variables, or literals.
     :param known: values of all variables that the operations do not compute.
+    :param rule: applies an equation to values of its operands.
     """
     env = dict(known)
     for operation in operations:
-        env |= _results(operation, env)
+        env |= _results(operation, env, rule)
     return [_read(x, env) for x in wanted]
 
 
-def _results(operation: Operation, env: dict[int, Any]) -> dict[int, Any]:
+def _results(
+    operation: Operation, env: dict[int, Any], rule: Rule = applied
+) -> dict[int, Any]:
     """Return the values of the results of an operation.
 
     :param env: values of its operands.
     """
     operands = [_read(x, env) for x in operation.operands]
-    return dict(zip(operation.results, applied(operation.eqn, operands), strict=True))
+    return dict(zip(operation.results, rule(operation.eqn, operands), strict=True))
 
 
 def _read(variable: Any, env: dict[int, Any]) -> Any:

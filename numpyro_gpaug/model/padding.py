@@ -23,7 +23,7 @@ from numpyro_gpaug.gp.conditional import Conditional
 from numpyro_gpaug.math.arrays import is_traced
 from numpyro_gpaug.math.sharding import ROWS
 from numpyro_gpaug.model.arguments import Added, Arguments, is_array
-from numpyro_gpaug.model.jaxpr import jaxpr_and_tree
+from numpyro_gpaug.model.jaxpr import by_place, jaxpr_and_tree
 from numpyro_gpaug.model.rows import rows_independent
 from numpyro_gpaug.model.structure import fixed_key, from_cache, run_model
 
@@ -156,12 +156,9 @@ class Padding:
         computed: dict[str, Shape] = {}
         latent: dict[str, list[Shape]] = {}
         subsampled: list[str] = []
-        names = [str(i) for i in range(len(arguments.arrays))]
 
-        def parts(arrays: dict[str, Any]) -> list[Any]:
-            given = tuple(arrays[name] for name in names)
-            at = arguments._replace(arrays=given)
-            trace = run_model(self._model, at, fixed_key(), {})
+        def parts(given: Arguments) -> list[Any]:
+            trace = run_model(self._model, given, fixed_key(), {})
             for name, site in trace.items():
                 drawn = site["type"] == "sample"
                 if drawn and (site["is_observed"] or name in self._data):
@@ -180,8 +177,7 @@ class Padding:
                     latent[name] = [np.shape(x) for x in values]
             return [part for site in trace.values() for part in _parts(site)]
 
-        by_name = dict(zip(names, arguments.arrays, strict=True))
-        jaxpr = jaxpr_and_tree(parts, by_name)[0]
+        jaxpr = jaxpr_and_tree(*by_place(parts, arguments))[0]
         return _Traced(jaxpr, sites, latent, computed, bool(subsampled))
 
 

@@ -17,9 +17,8 @@ from jax.extend.core import Literal
 from numpyro_gpaug.math.compiling import once
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.jaxpr import (
+    BY_ENTRY,
     COPIES,
-    ELEMENTWISE,
-    LINEAR,
     MOVES,
     Leaf,
     Reader,
@@ -29,7 +28,6 @@ from numpyro_gpaug.model.listing import Listing, execute
 from numpyro_gpaug.model.structure import run_model
 
 _INDEX_MOVES = MOVES | COPIES | {"concatenate", "stack"}
-_BY_ENTRY = ELEMENTWISE | LINEAR | {"mul", "div"}
 
 
 class Gather(NamedTuple):
@@ -186,7 +184,7 @@ class Program(Listing):
                 if known and sum(here) == 1 and self.avals[test].shape == shape:
                     return test, here[1], numbers.offset_dims
             same = len(results) == 1 and self.avals[results[0]].shape == shape
-            if eqn.primitive.name not in _BY_ENTRY or not same:
+            if eqn.primitive.name not in BY_ENTRY or not same:
                 return None
             (variable,) = results
 

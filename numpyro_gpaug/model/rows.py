@@ -15,12 +15,9 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Literal
 
-from numpyro_gpaug.model.jaxpr import ALONG, ELEMENTWISE, LINEAR, axes_of
+from numpyro_gpaug.model.jaxpr import ALONG, BY_ENTRY, axes_of
 
-_ROWWISE = ELEMENTWISE | LINEAR | {
-    "clamp", "convert_element_type", "div", "mul", "optimization_barrier",
-    "reduce_precision", "stop_gradient",
-}  # fmt: skip
+_ROWWISE = BY_ENTRY | {"optimization_barrier"}
 # Over rows, too: repeated rows do not change their result.
 _IDEMPOTENT = {"reduce_and", "reduce_max", "reduce_min", "reduce_or"}
 # Parameters with shapes, of operations that keep the number of rows.

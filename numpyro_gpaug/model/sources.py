@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpyro.distributions as dist
-from jax import Array, random
+from jax import random
 
 from numpyro_gpaug.gp.conditional import Conditional
 from numpyro_gpaug.likelihoods.expectations import base_distribution
@@ -20,6 +20,7 @@ from numpyro_gpaug.model.jaxpr import (
     Dependence,
     Leaf,
     axes_of,
+    by_place,
     called_jaxpr,
     dependences,
     jaxpr_and_tree,
@@ -63,12 +64,8 @@ def sources(
     :param values: values of params and other latents, where they are known.
     """
     arguments = Arguments.split(args, kwargs)
-    inputs = {str(i): a for i, a in enumerate(arguments.arrays)}
 
-    def parts(inputs: dict[str, Array]) -> tuple[list[Any], ...]:
-        given = arguments._replace(
-            arrays=tuple(inputs[str(i)] for i in range(len(inputs)))
-        )
+    def parts(given: Arguments) -> tuple[list[Any], ...]:
         zeros = {} if structure is None else structure.zeros
         filled = {**zeros, **(values or {})}
         trace = run_model(flat_functions(model), given, random.key(0), filled)
@@ -88,7 +85,8 @@ def sources(
         )
 
     with arguments.explained():
-        closed, treedef = jaxpr_and_tree(parts, inputs)
+        named, inputs = by_place(parts, arguments)
+        closed, treedef = jaxpr_and_tree(named, inputs)
     observed, inducing, terms, seen = dependences(closed, treedef, inputs)
     *_, pooled = jax.tree.unflatten(
         treedef, [Leaf(x) for x in pooled_inputs(closed, list(inputs), arguments)]
