@@ -215,7 +215,9 @@ def test_inducing_inputs_may_be_added_and_come_in_another_order(first):
         noise = np.append(noise, np.full(6, 0.09))
     new = np.linspace(-3, 5, 7, dtype="f")[:, None]
     mean, covariance = conditional(X, y, noise, new, scale)
-    found = stream.posterior.predict_f(new)
+    with pytest.raises(ValueError, match="'Z' .* differs from the fit"):
+        stream.posterior.predict_f(new, Z=added[::-1])
+    found = stream.posterior.predict_f(new, Z=added)
     np.testing.assert_allclose(found.mean, mean, atol=5e-5)
     np.testing.assert_allclose(found.variance, np.diag(covariance), atol=5e-5)
 

@@ -125,7 +125,10 @@ class FitArguments(NamedTuple):
 
     def holding(self, kwargs: dict[str, Any]) -> FitArguments:
         """Return a copy with other keyword arguments of the fit."""
-        return self._replace(kwargs={**self.kwargs, **kwargs})
+        seen: dict[str, int | None] = dict(self.fingerprints)
+        seen |= {k: _seen(x) for k, x in kwargs.items() if k in seen}
+        told = {k: x for k, x in seen.items() if x is not None}
+        return self._replace(kwargs={**self.kwargs, **kwargs}, fingerprints=told)
 
     def joined(
         self,

@@ -175,8 +175,10 @@ class Stream:
             them.
         :raises NotImplementedError: for moving separate inducing inputs per latent.
         """
-        # The next batch may be anywhere, so the ranges of the last one do not apply.
-        known = self.posterior.arguments._replace(ranges={})
+        # The next batch may be anywhere, and move inducing inputs.
+        known = self.posterior.arguments
+        told = {k: x for k, x in known.fingerprints.items() if k not in known.kwargs}
+        known = known._replace(ranges={}, fingerprints=told)
         model = self.posterior.model
         names = argument_names(model, len(args))
         passed = {**dict(zip(names, args, strict=False)), **kwargs}
