@@ -13,6 +13,7 @@ import pytest
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.errors import NotConjugateError
 from tests.conftest import slow
+from tests.problems import unfitted
 
 GROUP = np.repeat(np.arange(6), [3, 1, 4, 2, 5, 3])
 RNG = np.random.default_rng(3)
@@ -114,9 +115,9 @@ def test_what_cannot_be_left_out() -> None:
 
     svi = gpaug.ConjugateSVI(process, gpaug.AutoSparseGP(process))
     X = TIME[:, None]
-    result = svi.run(jax.random.key(0), 2, X, VALUES, progress_bar=False)
+    posterior = unfitted(svi, X, VALUES)
     with pytest.raises(NotConjugateError, match="a fit of AutoLatentGaussian"):
-        svi.posterior(result).leave_out(GROUP, X, VALUES)
+        posterior.leave_out(GROUP, X, VALUES)
 
 
 def integrated(time, group, keep, y=None, *, likelihood):

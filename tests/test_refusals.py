@@ -14,7 +14,7 @@ import pytest
 from numpyro.infer.autoguide import AutoNormal
 
 import numpyro_gpaug as gpaug
-from tests.problems import classifier, learnt, regression, toy
+from tests.problems import classifier, learnt, regression, toy, unfitted
 
 KEY = jax.random.key(0)
 KERNEL = gpaug.kernels.Matern52
@@ -290,9 +290,9 @@ def test_inducing_inputs_computed_from_the_rows_of_the_data() -> None:
         return regression(X, y, inducing=X[:5])
 
     X, _ = toy(20)
-    svi, result = run(model, X, X[:, 0])
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model))
     with pytest.raises(ValueError, match=r"\['X'\].*inducing=Z by keyword"):
-        svi.posterior(result)
+        unfitted(svi, X, X[:, 0])
 
 
 def test_median_is_that_of_the_guide() -> None:
