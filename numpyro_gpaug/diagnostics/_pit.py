@@ -55,7 +55,7 @@ def pit(predictive: Distribution | ArrayLike, y: ArrayLike, key: Array) -> np.nd
     if not isinstance(predictive, Distribution):
         draws = np.asarray(predictive)
         _check("one draw of shape", draws.shape[1:], y)
-        return _ranks(draws, np.asarray(y), key)
+        return ranks(draws, y, random.uniform(key, draws.shape[1:]))
     if predictive.event_shape:
         raise ValueError(
             f"an observation has shape {predictive.event_shape}; expected one number"
@@ -70,8 +70,8 @@ def pit(predictive: Distribution | ArrayLike, y: ArrayLike, key: Array) -> np.nd
         return np.broadcast_to(np.asarray(base.cdf(value), float), shape)
     except NotImplementedError:
         rank_key, key = random.split(key)
-        draws = predictive.sample(key, (_NUM_DRAWS,))
-        return _ranks(np.asarray(draws), np.asarray(y), rank_key)
+        draws = np.asarray(predictive.sample(key, (_NUM_DRAWS,)))
+        return ranks(draws, y, random.uniform(rank_key, shape))
 
 
 def _check(what: str, shape: tuple[int, ...], y: ArrayLike) -> None:
@@ -82,10 +82,16 @@ def _check(what: str, shape: tuple[int, ...], y: ArrayLike) -> None:
         )
 
 
-def _ranks(draws: np.ndarray, y: np.ndarray, key: Array) -> np.ndarray:
+def ranks(draws: np.ndarray, y: ArrayLike, uniform: ArrayLike) -> np.ndarray:
+    """Return ranks of observations among draws, divided by the number of ranks.
+
+    :param draws: (draws, ...).
+    :param y: observations, (...).
+    :param uniform: uniform numbers, (...), which choose a place among equal draws.
+    """
+    y = np.asarray(y)
     below, ties = (draws < y).sum(0), (draws == y).sum(0)
-    u = np.asarray(random.uniform(key, y.shape), float)
-    return (below + u * (ties + 1)) / (len(draws) + 1)
+    return (below + np.asarray(uniform, float) * (ties + 1)) / (len(draws) + 1)
 
 
 @jax.jit

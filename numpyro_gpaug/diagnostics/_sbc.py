@@ -12,17 +12,16 @@ import jax
 import numpy as np
 from jax import Array, lax, random
 from numpyro import handlers
-from numpyro.distributions import Unit
 from scipy.special import ndtr
 from tqdm.auto import tqdm
 
 from numpyro_gpaug._display import Displayed, Rows, entries, name_of
 from numpyro_gpaug._numpyro import residual_policy
 from numpyro_gpaug.diagnostics._arviz import tree_of
-from numpyro_gpaug.diagnostics._run import one_draw, run, scaled
+from numpyro_gpaug.diagnostics._pit import ranks
+from numpyro_gpaug.diagnostics._run import data_sites, one_draw, run, scaled
 from numpyro_gpaug.errors import CholeskyError
 from numpyro_gpaug.infer import ConjugateSVI, NestedVI
-from numpyro_gpaug.likelihoods.expectations import base_distribution
 from numpyro_gpaug.math.compiling import jit
 from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.calls import check_count, check_key
@@ -245,7 +244,8 @@ def sbc(
             uncertified.append(i)
         for name, each in values.items():
             empty = np.full((num, *each.shape[1:]), np.nan)
-            positions.setdefault(name, empty)[i] = _position(each, rng)
+            place = ranks(each[1:], each[0], rng.uniform(size=each.shape[1:]))
+            positions.setdefault(name, empty)[i] = place
     if not positions:
         raise ValueError(f"no data set could be fitted: {failures[0]}")
     return Calibration(title, positions, failures, uncertified)
@@ -357,10 +357,7 @@ def _drawn(
         )
     sites = {k: s for k, s in trace.items() if s["type"] == "sample"}
     observed = {k: s for k, s in sites.items() if s["is_observed"]}
-    factors = [
-        k for k, s in observed.items() if isinstance(base_distribution(s["fn"]), Unit)
-    ]
-    if factors:
+    if factors := [k for k in observed if k not in data_sites(trace)]:
         raise ValueError(f"{factors[0]!r} is a numpyro.factor, which has no data")
     if not observed:
         raise ValueError(
@@ -421,10 +418,3 @@ def _joined(true: np.ndarray, draws: Any, num: int) -> np.ndarray:
 def _thinned(draws: np.ndarray, num: int) -> np.ndarray:
     places = np.linspace(0, len(draws) - 1, min(num, len(draws))).astype(int)
     return draws[places]
-
-
-def _position(values: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Return the position of the first of some values among the others."""
-    true, draws = values[0], values[1:]
-    below, ties = (draws < true).sum(0), (draws == true).sum(0)
-    return (below + rng.uniform(size=true.shape) * (ties + 1)) / (len(draws) + 1)

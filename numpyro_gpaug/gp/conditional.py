@@ -190,7 +190,7 @@ class Conditional:
 
     @property
     def unreached(self) -> Array:
-        """Which function values are explained by at most one inducing value."""
+        """Whether at most one inducing value explains each function value."""
         return AffineMap(self.mean, self.projection, self.residual).unshared()
 
     @cached_property

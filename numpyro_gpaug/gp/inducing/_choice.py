@@ -167,12 +167,12 @@ def _distinct_rows(X: ArrayLike, num_inducing: int) -> tuple[np.ndarray, np.ndar
     """Check the arguments; return the distinct rows in order, and their counts."""
     if operator.index(num_inducing) < 1:
         raise ValueError(f"num_inducing must be at least 1, got {num_inducing}")
-    rows = some_of_all(X, rows_to_keep(num_inducing), seed=0)
+    rows = some_of_all(X, rows_to_keep(num_inducing))
     shape = rows.shape
     if rows.ndim not in (1, 2) or rows.size == 0:
         raise ValueError(f"X must be a non-empty (N, D) or (N,), got shape {shape}")
     # Rows that are distinct in the caller's float64 may not be in JAX's float32.
-    rows = rows.reshape(len(rows), -1).astype(held_dtype(rows.dtype))
+    rows = rows.reshape(len(rows), -1).astype(float_dtype(rows.dtype))
     bad = rows.size - np.count_nonzero(np.isfinite(rows))
     if bad:
         raise ValueError(f"X of shape {shape} has {bad} NaN or infinite entries")
@@ -192,10 +192,10 @@ def _distinct_rows(X: ArrayLike, num_inducing: int) -> tuple[np.ndarray, np.ndar
     return rows[first[order]], counts[order]
 
 
-def held_dtype(dtype: Any) -> np.dtype:
+def float_dtype(dtype: Any) -> np.dtype:
     """Return the floating dtype that JAX gives inputs of a NumPy dtype."""
-    held = jnp.asarray(np.empty(0, dtype)).dtype
-    return held if jnp.issubdtype(held, jnp.floating) else jnp.result_type(float)
+    found = jnp.asarray(np.empty(0, dtype)).dtype
+    return found if jnp.issubdtype(found, jnp.floating) else jnp.result_type(float)
 
 
 def rows_to_keep(num_inducing: int) -> int:

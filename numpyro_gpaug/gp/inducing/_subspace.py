@@ -20,7 +20,7 @@ from scipy.linalg import lu
 from numpyro_gpaug.math.files import read, refusing, write
 from numpyro_gpaug.math.sparse import canonical
 
-from ._choice import held_dtype, kmeans, quiet_and_repeatable, rows_to_keep, some_rows
+from ._choice import float_dtype, kmeans, quiet_and_repeatable, rows_to_keep, some_rows
 
 Method = Literal["svd", "clusters"]
 
@@ -104,7 +104,7 @@ class Subspace:
                 "basis must be (rank, columns) with no more rows than columns, got "
                 f"shape {basis.shape}"
             )
-        basis = basis.astype(held_dtype(basis.dtype), copy=False)
+        basis = basis.astype(float_dtype(basis.dtype), copy=False)
         error = np.abs(basis @ basis.T - np.eye(len(basis))).max()
         # Products of D entries accumulate rounding as its root.
         if not error <= 10 * np.finfo(basis.dtype).eps * np.sqrt(basis.shape[1]):
@@ -152,7 +152,7 @@ class Subspace:
                 f"got {rank}"
             )
         find = _singular_directions if method == "svd" else _cluster_directions
-        return cls(find(X, rank, seed).T.astype(held_dtype(X.dtype)))
+        return cls(find(X, rank, seed).T.astype(float_dtype(X.dtype)))
 
     @property
     def basis(self) -> np.ndarray:
