@@ -70,6 +70,8 @@ def test_several_outcomes_of_a_datum_against_linear_algebra(x64, covariance):
 
     posterior, all_of = svi.posterior(fit), np.ones(4, bool)
     J = design(NEW, AMONG)
+    with pytest.raises(ValueError, match="'Y' is observed at these arguments.*None"):
+        posterior.predict_y(NEW, AMONG, all_of, HELD, groups=groups)
     predicted = posterior.predict_y(NEW, AMONG, all_of, groups=groups)
     expected = J @ spread @ J.mT + NOISE
     np.testing.assert_allclose(predicted.mean, J @ mean, rtol=1e-8)

@@ -12,10 +12,12 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from jax import enable_x64
+from numpyro import handlers
 from scipy import stats
 from scipy.special import softmax
 
 import numpyro_gpaug as gpaug
+from numpyro_gpaug.model.gaussians import at_prior_means
 from tests.conftest import slow
 from tests.models import gram
 
@@ -600,6 +602,21 @@ def test_a_power_of_the_data_against_a_grid() -> None:
         sd = np.sqrt(np.average(np.square(x - mean), weights=p))
         assert abs(found["mean"][name] - mean) < 0.1 * sd
         np.testing.assert_allclose(found["sd"][name], sd, rtol=0.1)
+
+
+def test_residuals_with_an_integer_prior_mean_have_one_predictor():
+    """NumPyro's check of a value that depends on latents would make it a second one."""
+
+    def model(t, y):
+        level = numpyro.sample("level", dist.Normal(0, 1))
+        rest = y - level
+        numpyro.sample("y", dist.Normal(0.7 * rest[:-1], 1), obs=rest[1:])
+
+    (site,) = structure_of(model, T, COUNTS).structure.observed
+    assert len(site.latents) == 1
+    at_means = handlers.seed(at_prior_means(model, ("level",)), 0)
+    level = handlers.trace(at_means).get_trace(T, COUNTS)["level"]
+    assert jnp.issubdtype(level["value"].dtype, jnp.floating)
 
 
 def test_a_kernel_parameter_with_a_normal_prior_is_a_hyperparameter():

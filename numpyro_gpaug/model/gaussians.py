@@ -156,7 +156,8 @@ def at_prior_means(
             return None
         fn: Any = message["fn"]
         try:
-            return jnp.broadcast_to(fn.mean, fn.shape())
+            # Normal(0, 1) has an integer as its mean.
+            return jnp.broadcast_to(1.0 * fn.mean, fn.shape())
         except NotImplementedError:  # of a transformed normal
             found: Any = whitening(fn)
             return found.value(jnp.zeros(found.shape))

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro
 import numpyro.distributions as dist
 from jax import Array
 from jax.core import Tracer
@@ -239,7 +240,10 @@ def parts_of(
         if name in observed:
             if site["is_observed"]:
                 check_shape(name, site)
-            density = fn.log_prob(value)
+            # Checks of a value would make another predictor of it: observations were
+            # checked, and a difference that depends on latents is a real number.
+            with numpyro.validation_enabled(is_validate=False):
+                density = fn.log_prob(value)
             parts.bounded[name] = bounded(base_distribution(fn))
             parts.densities[name] = density if scale is None else density * scale
             if correlated_axes(fn):

@@ -129,8 +129,14 @@ class Answers:
         mean = f.select(measure.mean(f.X))
         return f, FunctionValues(mean, f.select(measure.kernel(f.X, f.X)))
 
-    def y(self, view: Any, fit: Fit, site: str) -> Distribution:
-        """Return the distribution of new observations."""
+    def y(self, view: Any, fit: Fit, site: str, *, given: bool = False) -> Distribution:
+        """Return the distribution of new observations.
+
+        :param view: the model at new inputs.
+        :param fit: the fitted quantities.
+        :param site: the observed site.
+        :param given: whether the arguments contain the observations.
+        """
         return self._predictive(self._posterior.marginals(view, fit), view, site)
 
     def left_out(self, view: Any, fit: Fit, site: str) -> Distribution:
@@ -185,7 +191,8 @@ class Answers:
     def log_prob(self, view: Any, fit: Fit, site: str) -> Array:
         """Return the density of observations."""
         fn, message, observed = (
-            self.y(view, fit, site), view.message(site), self.observed(site)
+            self.y(view, fit, site, given=True), view.message(site),
+            self.observed(site),
         )  # fmt: skip
         check_observed(site, message, "log_prob")
         value = message["value"]
@@ -240,10 +247,20 @@ class JointAnswers(Answers):
         Gaussian site; for ``None`` the predictor of the only observed site."""
         return site or self.observed(None).name
 
-    def _extended(self, view: JointPredictiveView, fit: Fit, site: str) -> Any:
+    def _extended(
+        self, view: JointPredictiveView, fit: Fit, site: str, *, given: bool = False
+    ) -> Any:
         """Return moments of the latents that the model has at these arguments: new
         members of a plate have their prior, and latents of new rows are conditioned on
         other observations of these rows."""
+        correlated = [s.name for s in self._structure.observed if s.correlated]
+        # The predictors of such data are rewritten together with the data.
+        if not given and site in correlated and view.message(site)["is_observed"]:
+            raise ValueError(
+                f"site {site!r} is observed at these arguments, and its entries are "
+                "correlated. Predict without its observations (None), or call "
+                "log_prob for their density"
+            )
         return view.given_rows(self._at_prior(view, fit), site)
 
     def _at_prior(self, view: JointPredictiveView, fit: Fit) -> Any:
@@ -296,8 +313,9 @@ class JointAnswers(Answers):
 
         return trace
 
-    def y(self, view: Any, fit: Fit, site: str) -> Distribution:
-        return view.predictive(self.observed(site), self._extended(view, fit, site))
+    def y(self, view: Any, fit: Fit, site: str, *, given: bool = False) -> Distribution:
+        q = self._extended(view, fit, site, given=given)
+        return view.predictive(self.observed(site), q)
 
     def left_out(
         self,
