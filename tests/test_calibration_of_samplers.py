@@ -55,30 +55,21 @@ LIKELIHOODS = {
 }  # fmt: skip
 
 
-# Groups of likelihoods with the same latents are sampled in one program.
-TOGETHER = {
-    "one latent": ("binomial", "student t", "laplace"),
-    "two latents": ("heteroscedastic",),
-    "three latents": ("logistic-softmax",),
-}
 FACTORS = ("Bayesian SVM", "normaliser")  # factors, which are not distributions of data
 
 
-def model(X, y=None, *, names):
-    """The model: a sparse (projected) process, and one site for each name.
-    Heteroscedastic observations have two processes, for their two parameters.
+def model(X, y=None, *, name):
+    """The model: a sparse (projected) process. Heteroscedastic observations have two,
+    for their two parameters.
     """
     kernel = gpaug.kernels.SquaredExponential(0.7, 2.0)
-    count = max(LIKELIHOODS[name][1] or 1 for name in names)
+    likelihood, count = LIKELIHOODS[name]
     if count == 2:
         f = [gpaug.GaussianProcess(k, kernel, X[::2])(X) for k in "fg"]
     else:
-        num_latents = 3 if count == 3 else None
-        f = gpaug.GaussianProcess("f", kernel, X[::2], num_latents=num_latents)(X)
+        f = gpaug.GaussianProcess("f", kernel, X[::2], num_latents=count)(X)
     with numpyro.plate("data", X.shape[0]):
-        for name in names:
-            likelihood = LIKELIHOODS[name][0](f)
-            numpyro.sample(name, likelihood, obs=None if y is None else y[name])
+        numpyro.sample("y", likelihood(f), obs=y)
 
 
 def traced(model, key, values, y=None):
@@ -87,10 +78,9 @@ def traced(model, key, values, y=None):
     return handlers.trace(filled).get_trace(X, y)
 
 
-def prior_draws(model, names, key, template, num):
+def prior_draws(model, name, key, template, num):
     """Latents and data from the joint distribution, ``num`` of them."""
-    (factor,) = names if names[0] in FACTORS else (None,)
-    many = num * (400 if factor else 1)
+    many = num * (400 if name in FACTORS else 1)
 
     @jax.jit
     @jax.vmap
@@ -100,22 +90,21 @@ def prior_draws(model, names, key, template, num):
             k: jax.random.normal(x, template[k].shape)
             for k, x in zip(template, keys[2:], strict=True)
         }
-        if factor is None:
-            trace = traced(model, keys[0], values)
-            return values, {name: trace[name]["value"] for name in names}, True
+        if name not in FACTORS:
+            return values, traced(model, keys[0], values)["y"]["value"], True
         # A prior draw is accepted in proportion to the sum of the factor over all
         # possible data.
-        labels = jnp.array([0, 1]) if factor == "Bayesian SVM" else jnp.zeros(1)
+        labels = jnp.array([0, 1]) if name == "Bayesian SVM" else jnp.zeros(1)
         densities = []
         for label in labels:
             y = jnp.full(len(X), label)
-            fn = traced(model, keys[0], values, {factor: y})[factor]["fn"]
+            fn = traced(model, keys[0], values, y)["y"]["fn"]
             densities.append(fn.log_prob(y))
         log_sum = jax.nn.logsumexp(jnp.stack(densities), 0)
-        top = jnp.log1p(jnp.exp(-4.0)) if factor == "Bayesian SVM" else 1 - jnp.log(1.5)
+        top = jnp.log1p(jnp.exp(-4.0)) if name == "Bayesian SVM" else 1 - jnp.log(1.5)
         accepted = jnp.log(jax.random.uniform(keys[0])) < (log_sum - top).sum()
         y = labels[jax.random.categorical(keys[1], jnp.stack(densities, 1))]
-        return values, {factor: y}, accepted
+        return values, y, accepted
 
     *drawn, accepted = jax.device_get(draw(jax.random.split(key, many)))
     chosen = np.flatnonzero(accepted)[:num]
@@ -123,26 +112,22 @@ def prior_draws(model, names, key, template, num):
     return jax.tree.map(lambda a: a[chosen], drawn)
 
 
-def ranks(names, key):
-    """Return the ranks of the true latents' statistics among posterior draws. With
-    several sites each has less information on the latents: they need more simulations.
-    """
-    num = SIMULATIONS * len(names)
-    bound = partial(model, names=names)
-    count = max(LIKELIHOODS[name][1] or 1 for name in names)
+def ranks(name, key):
+    """Return the ranks of the true latents' statistics among posterior draws."""
+    bound, count = partial(model, name=name), LIKELIHOODS[name][1]
     shape = {"f.v": (3, 3) if count == 3 else (3,)}
     if count == 2:
         shape["g.v"] = (3,)
     template = {k: np.zeros(s, np.float32) for k, s in shape.items()}
     kernel = gpaug.AugmentedGaussian(bound)
     keys = jax.random.split(key, 3)
-    values, y = prior_draws(bound, names, keys[0], template, num)
+    values, y = prior_draws(bound, name, keys[0], template, SIMULATIONS)
 
     def statistics(values, y):
         trace = traced(bound, keys[1], values, y)
         coordinates = [v.ravel()[:2] for v in values.values()]
-        densities = [trace[k]["fn"].log_prob(y[k]).sum()[None] for k in names]
-        return jnp.concatenate([*coordinates, *densities])
+        density = trace["y"]["fn"].log_prob(y).sum()
+        return jnp.concatenate([*coordinates, density[None]])
 
     @jax.jit
     @jax.vmap
@@ -168,7 +153,7 @@ def ranks(names, key):
         )
         return (among[1:] < among[0]).sum(0), (among[1:] == among[0]).sum(0)
 
-    below, ties = jax.device_get(run(jax.random.split(keys[2], num), values, y))
+    below, ties = jax.device_get(run(jax.random.split(keys[2], SIMULATIONS), values, y))
     # A hinge that no datum reaches is exactly zero, in the truth and in draws.
     return below + np.random.default_rng(1).integers(0, ties + 1)
 
@@ -186,20 +171,12 @@ def test_all_augmentations_are_here() -> None:
     classes = {type(d(zeros[n])) for d, n in LIKELIHOODS.values()}
     ours = {c for c in base._AUGMENTATIONS if c.__module__.startswith("numpyro")}
     assert all(any(issubclass(c, k) for c in classes) for k in ours)
-    assert {n for names in TOGETHER.values() for n in names} <= set(LIKELIHOODS)
 
 
 @pytest.mark.slow  # every conditional is quick in test_augmentations.py
-@pytest.mark.parametrize("latents", TOGETHER)
-def test_ranks_are_uniform(latents) -> None:
-    p = worst_p_value(ranks(TOGETHER[latents], jax.random.key(len(latents))))
-    assert p > LEVEL / len(TOGETHER)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", LIKELIHOODS)
-def test_ranks_are_uniform_of_every_likelihood_alone(name) -> None:
-    p = worst_p_value(ranks((name,), jax.random.key(len(name))))
+def test_ranks_are_uniform(name) -> None:
+    p = worst_p_value(ranks(name, jax.random.key(len(name))))
     assert p > LEVEL / len(LIKELIHOODS)
 
 
@@ -219,7 +196,7 @@ class _ThinsTheWrongEvents(poisson.LogisticPoisson):
 def test_a_wrong_conditional_is_caught(monkeypatch) -> None:
     wrong = _ThinsTheWrongEvents()
     monkeypatch.setitem(base._AUGMENTATIONS, gpaug.LogisticPoisson, wrong)
-    assert worst_p_value(ranks(("logistic Poisson",), jax.random.key(0))) < 1e-6
+    assert worst_p_value(ranks("logistic Poisson", jax.random.key(0))) < 1e-6
 
 
 # -- joint distribution ----------------------------------------------------------------
