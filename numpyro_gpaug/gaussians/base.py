@@ -321,6 +321,18 @@ def drawn_white(prior: StructurePrior, q: Any, noise: Array) -> Array | None:
     return None if own is None else own(q, noise)
 
 
+def rebased(prior: GaussianPrior, natural: Any) -> Any:
+    """Return natural parameters found under another prior of the same structure, with
+    the part that is the prior's from this one. A prior with transitions has a method of
+    this name.
+
+    :param prior: a prior.
+    :param natural: the natural parameters.
+    """
+    own = getattr(prior, "rebased", None)
+    return natural if own is None else own(natural)
+
+
 class GroupsPrior(StructurePrior, Protocol):
     """The prior of a :class:`Structure` with independent groups."""
 

@@ -129,6 +129,20 @@ def factors_of(
     return gaussian_factors(at, slopes, least_precision)
 
 
+def slope_changes(map_: Any, slopes: Any, moved: Array) -> Array:
+    """Return the changes of the derivatives in the means of predictors, with fixed
+    factors.
+
+    :param map_: the map.
+    :param slopes: the derivatives in the marginals, which define the factors.
+    :param moved: changes of the means.
+    """
+    found = 2 * slopes.variance * moved
+    if isinstance(map_, PairedMap):
+        found += map_.swapped(moved, slopes.covariance)
+    return found
+
+
 def observed(map_: Any, mean: Array, precision: Array) -> Any:
     """Return the factors for observing every predictor of a map.
 

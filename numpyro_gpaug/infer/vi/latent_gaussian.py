@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, Self, TypeGuard
+from typing import Any, ClassVar, NamedTuple, Self, cast
 
 import jax
 import jax.numpy as jnp
@@ -24,12 +24,12 @@ from numpyro_gpaug.gaussians.base import (
     GaussianPrior,
     Marginals,
     no_moments,
+    rebased,
     scatter,
     selected,
 )
-from numpyro_gpaug.gaussians.chain import ChainPrior
 from numpyro_gpaug.gaussians.dense import AffineBlocks, afresh, kept
-from numpyro_gpaug.gaussians.pairs import PairedMap, factors_of
+from numpyro_gpaug.gaussians.pairs import factors_of, slope_changes
 from numpyro_gpaug.infer.vi.differentiation import split_floats
 from numpyro_gpaug.math.arrays import STATIC
 from numpyro_gpaug.math.competition import edge_roots, laplacian_product
@@ -238,11 +238,7 @@ class LatentGaussian:
         """Return natural parameters found at other hyperparameters, with the part that
         is the prior's from the priors here. Most latents are whitened, and their priors
         do not change."""
-        found = dict(natural)
-        for name, prior in self.priors.items():
-            if isinstance(prior, ChainPrior):
-                found[name] = prior.rebased(natural[name])
-        return found
+        return {k: rebased(self.priors[k], n) for k, n in natural.items()}
 
     def evaluate(self, natural: Natural) -> Evaluation:
         """Return the bound and its derivatives at ``natural``."""
@@ -444,7 +440,7 @@ class LatentGaussian:
     def place(self, name: str, evaluation: Evaluation) -> Place:
         """Return the point of a block, for :meth:`slopes_between`."""
         at, slopes = evaluation.marginals[name], evaluation.slopes[name]
-        q, prior = evaluation.moments[name], self.priors[name]
+        q, prior = evaluation.moments[name], cast(Any, self.priors[name])
         mean = prior.white_mean(q) if _is_correlated(prior) else q.mean
         return Place(mean, at.mean, slopes.mean)
 
@@ -569,12 +565,9 @@ class LatentGaussian:
     def _turn(self, name: str, evaluation: Evaluation, step: Array) -> Array:
         """Return the change of a block's gradient along a step of its means, with fixed
         factors."""
-        map_, (rows, mean) = self.maps[name], self._rows(name, evaluation)
-        slopes: Any = evaluation.slopes[name]
+        rows, mean = self._rows(name, evaluation)
         _, moved = jax.jvp(rows, (mean,), (step,))
-        pushed = 2 * slopes.variance * moved
-        if isinstance(map_, PairedMap):
-            pushed += map_.swapped(moved, slopes.covariance)
+        pushed = slope_changes(self.maps[name], evaluation.slopes[name], moved)
         pulled = self.pull(name, step) - self.pull(name, jnp.zeros_like(step))
         return jax.vjp(rows, mean)[1](pushed)[0] - pulled
 
@@ -627,9 +620,7 @@ class LatentGaussian:
                 slopes: Any = evaluation.slopes[name]
                 at, moved = jax.jvp(map_.given, (mean,), (step,))
                 off = at.mean - evaluation.marginals[name].mean
-                pushed = slopes.mean + 2 * slopes.variance * off
-                if isinstance(map_, PairedMap):
-                    pushed += map_.swapped(off, slopes.covariance)
+                pushed = slopes.mean + slope_changes(map_, slopes, off)
                 pulled = problem.pull(name, mean) * step
                 total += (pushed * moved.mean).sum() - share * pulled.sum()
             return total
@@ -692,5 +683,5 @@ class LatentGaussian:
         return information.moved(selected(mean, self.latents.get(name)))
 
 
-def _is_correlated(prior: Any) -> TypeGuard[ChainPrior]:
-    return isinstance(prior, ChainPrior) and prior.structure.correlated
+def _is_correlated(prior: Any) -> bool:
+    return getattr(getattr(prior, "structure", None), "correlated", False)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from numpyro_gpaug.gaussians.base import GaussianFactors
-from numpyro_gpaug.gaussians.pairs import PairedMap
+from numpyro_gpaug.gaussians.pairs import slope_changes
 from numpyro_gpaug.infer.vi.latent_gaussian import Evaluation, LatentGaussian, Natural
 
 # The largest numbers of directions and of attempts along each, and the part of the
@@ -173,10 +173,7 @@ class Means:
         first = (ascent * direction).sum()
 
         def curvature(slopes: Any) -> Array:
-            own = 2 * slopes.variance * jnp.square(rows)
-            if isinstance(self._map, PairedMap):
-                own += rows * self._map.swapped(rows, slopes.covariance)
-            return pull - own.sum()
+            return pull - (rows * slope_changes(self._map, slopes, rows)).sum()
 
         def attempt(carry: Any) -> Any:
             tries, size, low, high, _, kept = carry
