@@ -178,7 +178,7 @@ class AutoLatentGaussian(ConjugateGuide):
         program(arguments).check()
 
     def seen(self, view: Any) -> Codes:
-        return Codes.of(view)
+        return Codes.of_fit(view)
 
     @property
     def _prior(self) -> Any:

@@ -83,13 +83,9 @@ class Predictors:
     columns: dict[str, tuple[str, ...]] = field(metadata=STATIC)
     shapes: dict[str, jax.ShapeDtypeStruct] = field(metadata=STATIC)
 
-    def at(self, moved: dict[str, Array]) -> dict[str, Array]:
-        """Return the predictors at function values and weights, zero where missing."""
-        shifts = self.shifts(moved)
-        return {k: value + shifts[k] for k, value in self.values.items()}
-
     def shifts(self, moved: dict[str, Array]) -> dict[str, Array]:
-        """Return their change for a change of function values and weights."""
+        """Return their change for a change of function values and weights, zero where
+        missing."""
         full = {
             k: jnp.asarray(moved.get(k, jnp.zeros(like.shape)), like.dtype)
             for k, like in self.shapes.items()
@@ -143,7 +139,7 @@ class Predictors:
         :param at: marginals by block name; blocks that are missing are at zero.
         """
         means, spreads = self.moments(at)
-        values = self.at(means)
+        values = jax.tree.map(jnp.add, self.values, self.shifts(means))
         variances = {k: jnp.zeros_like(value) for k, value in values.items()}
         for name, mean in means.items():
             slope = self.shifts({name: jnp.ones_like(mean)})

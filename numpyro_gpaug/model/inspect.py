@@ -133,7 +133,7 @@ class Dependencies:
                     f"function values {name!r}, or fit by MCMC(NUTS(model))"
                 )
         for prior in (*self.processes, *(latents if observed else ())):
-            if sources := _sources(self.priors.get(prior)) & self.processes:
+            if sources := self.reached(prior):
                 raise NotConjugateError(
                     f"the distribution of {prior!r} depends on the process "
                     f"{sorted(sources)[0]!r}, and only observed sites may. If it is "
@@ -141,10 +141,10 @@ class Dependencies:
                     "samples such a model"
                 )
 
-    def is_likelihood(self, latent: str) -> bool:
-        """Whether a latent site is an observation that was not passed in: its own
-        distribution depends on a process."""
-        return bool(_sources(self.priors.get(latent)) & self.processes)
+    def reached(self, latent: str) -> set[str]:
+        """Return the processes that the distribution of a latent site depends on. If it
+        depends on one, it is an observation that was not passed in."""
+        return _sources(self.priors.get(latent)) & self.processes
 
     def is_weight(self, block: Block) -> bool:
         """Whether a block is a vector normal on which only likelihood predictors
@@ -300,9 +300,7 @@ def inspect_model(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Struc
     found.refuse_unsupported(tuple(survey.latent), bool(survey.observed))
     blocks = tuple(b for b in survey.blocks if b.is_process or b in weights)
     owned = {b.site for b in blocks}
-    others = tuple(
-        n for n in survey.latent if n not in owned and not found.is_likelihood(n)
-    )
+    others = tuple(n for n in survey.latent if n not in owned and not found.reached(n))
     if survey.observed:
         survey.refuse(others)
         _refuse_residuals(others, [b.name for b in processes])

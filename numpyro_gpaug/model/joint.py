@@ -261,7 +261,7 @@ class JointView(View):
             found = program.run(variables, known)
             return self._flat(found)
 
-        zeros = {k: jnp.zeros(s.shape, s.dtype) for k, s in self._shapes.items()}
+        zeros = jax.tree.map(jnp.zeros_like, self._shapes)
         offset, push = jax.linearize(values, zeros)
         residual = self._flat(self._residuals(variables))
         correlated = any(steps.correlated for steps in structure.groupings[:1])
@@ -278,9 +278,7 @@ class JointView(View):
     def _at(self, moved: dict[str, Any]) -> dict[int, Array]:
         """Return the inputs of the program: zeros, or the given changes."""
         return {
-            self._program.inputs[k]: x
-            if isinstance(x, Array)
-            else jnp.zeros(x.shape, x.dtype)
+            self._program.inputs[k]: x if isinstance(x, Array) else jnp.zeros_like(x)
             for k, x in moved.items()
         }
 
@@ -293,7 +291,7 @@ class JointView(View):
         if self._projected or not functions:
             shapes = [program.avals[v].shape for v in variables]
             return [jnp.zeros(shape, self.structure.dtype) for shape in shapes]
-        zeros = {k: jnp.zeros(f.shape, f.dtype) for k, f in functions.items()}
+        zeros = jax.tree.map(jnp.zeros_like, functions)
         outputs = jax.tree.leaves(program.outputs.residuals)
         latents = self._share([x.variable for x in outputs]) | self._at(self._shapes)
 
@@ -330,7 +328,7 @@ class JointView(View):
         in the values of latents, and their products with the covariances of these
         given the inducing values."""
         program, functions = self._program, self.structure.functions
-        zeros = {k: jnp.zeros(f.shape, f.dtype) for k, f in functions.items()}
+        zeros = jax.tree.map(jnp.zeros_like, functions)
         latents = self._at(self._shapes)
 
         def values(moved: dict[str, Array]) -> Array:
@@ -361,7 +359,7 @@ class JointView(View):
     @cached_property
     def _conditionals(self) -> dict[str, Any]:
         """The conditional distributions of the processes at their inputs, by name."""
-        zeros = {k: jnp.zeros(s.shape, s.dtype) for k, s in self._shapes.items()}
+        zeros = jax.tree.map(jnp.zeros_like, self._shapes)
         model = whitened(self._model, zeros, self.structure.fields)
         trace = run_model(model, self.arguments, self._key, self.values)
         return {name: trace[name]["fn"] for name in self.structure.functions}
@@ -434,8 +432,7 @@ class JointView(View):
         """Return the change of all predictors if all latents grow by one, (n,). It
         depends on the arguments on which the weights of latents depend."""
         found = self._affine(self._roots)
-        ones = {k: jnp.ones(s.shape, s.dtype) for k, s in self._shapes.items()}
-        return found.push(ones)
+        return found.push(jax.tree.map(jnp.ones_like, self._shapes))
 
     @property
     def _root_shapes(self) -> list[Any]:
@@ -612,8 +609,8 @@ class Codes:
     gathers: tuple[Gather, ...] = dataclasses.field(metadata=STATIC)
 
     @classmethod
-    def of(cls, view: JointView) -> Self:
-        """Return the codes of a model at the arguments of its view.
+    def of_fit(cls, view: JointView) -> Self:
+        """Return the codes of a model at the arguments of a fit.
 
         :raises ValueError: for observations that are missing.
         """
@@ -622,16 +619,22 @@ class Codes:
                 f"{missing} are not observed by these arguments, but were when the "
                 "guide was set up. Pass the observations to init or run"
             )
+        return cls.of(view, jnp.asarray(view.misfit))
+
+    @classmethod
+    def of(cls, view: JointView, misfit: Array) -> Self:
+        """Return the codes of a model at the arguments of its view."""
         found = view.gathers()
         gathers = tuple(g._replace(indices=None, raw=(), kept=None) for g, _ in found)
-        misfit = jnp.asarray(view.misfit)
         parts = [jnp.ravel(x).astype(int) for _, three in found for x in three]
         extremes = jnp.concatenate([jnp.zeros(0, int), *parts])
         return cls(extremes, misfit, gathers)
 
-    def check(self) -> None:
+    def check(self, what: str = "data", cure: str = "") -> None:
         """Raise for codes without a member, and for data that depend on several groups.
 
+        :param what: the name of the data in the message.
+        :param cure: what to do about codes without a member.
         :raises ValueError: naming the indexed latent.
         :raises NotConjugateError: if data depend on several groups.
         """
@@ -639,5 +642,5 @@ class Codes:
         for gather in self.gathers:
             lows, highs = ([next(numbers) for _ in gather.sizes] for _ in range(2))
             if wrong := gather.bad((lows, highs, next(numbers))):
-                raise ValueError(wrong)
-        check_groups(self.misfit, "data")
+                raise ValueError(wrong + cure)
+        check_groups(self.misfit, what)

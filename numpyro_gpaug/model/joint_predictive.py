@@ -155,6 +155,15 @@ class JointPredictiveView(JointView):
                 )
         return self._affine([variable])
 
+    def moments(self, name: str, q: Any) -> tuple[Array, Array]:
+        """Return means and variances of a site's values, in its shape.
+
+        :param name: the name of the site.
+        :param q: moments of the latents.
+        """
+        mean, variance = self.affine(name).matrices.marginals(q)
+        return mean.reshape(self.shape(name)), variance.reshape(self.shape(name))
+
     def residual_covariance(self, name: str) -> Array:
         """Return the covariance of a site's values given the latents, (n, n). It comes
         from the processes in these values: the variation that the inducing values do

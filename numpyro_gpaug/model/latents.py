@@ -172,6 +172,11 @@ class Structure:
         return {name: jnp.zeros(shape, dtype) for name, shape, dtype in shapes}
 
     @property
+    def flat(self) -> dict[str, Array]:
+        """:attr:`zeros`, and function values of zero."""
+        return self.zeros | jax.tree.map(jnp.zeros_like, self.functions)
+
+    @property
     def size(self) -> int:
         """The size of the joint Gaussian."""
         return self.blocks[0].shape[0] if self.blocks else 0
@@ -469,12 +474,12 @@ class Structure:
             part = jnp.moveaxis(numbers[name], axes, range(len(axes)))
             if grouping.size > 1:
                 none = [(0, 0)] * part.ndim
-                none[len(axes) - 1] = self._missing(grouping)
+                none[len(axes) - 1] = self.missing(grouping)
                 part = jnp.pad(part, none)
             parts.append(part.reshape(members, -1))
         return jnp.concatenate(parts, -1)
 
-    def _missing(self, grouping: Grouping) -> tuple[int, int]:
+    def missing(self, grouping: Grouping) -> tuple[int, int]:
         """Return the numbers of missing steps in the first and in the last block."""
         single, (_, blocks) = Grouping(grouping.sites), self.along(grouping)
         there = grouping.before + self.along(single)[1]
@@ -499,7 +504,7 @@ class Structure:
             front = range(len(lead), len(lead) + len(axes))
             back = [len(lead) + a for a in axes]
             if grouping.size > 1:
-                before, after = self._missing(grouping)
+                before, after = self.missing(grouping)
                 there = slice(before, before + over[-1])
                 whole = *lead, *over[:-1], before + over[-1] + after, *rest
                 at = [slice(None)] * (len(lead) + len(over) - 1)

@@ -412,22 +412,16 @@ class Chained:
         whole = whole.reshape(*whole.shape[:2], size * each, 2 * size * each)
         return whole[..., size * each :], whole[..., : size * each]
 
-    @property
-    def _missing(self) -> tuple[int, int]:
-        """Return the numbers of missing steps in the first and in the last block."""
-        size, before = self._loop.steps.size, self._loop.steps.before
-        return before, -(self._shape[1] + before) % size
-
     def _whole(self, along: Array) -> Array:
         """Return arrays of steps, (chains, steps, ...), in blocks of m steps."""
         none = [(0, 0)] * along.ndim
-        none[1] = self._missing
+        none[1] = self._structure.missing(self._loop.steps)
         padded, size = jnp.pad(along, none), self._loop.steps.size
         return padded.reshape(len(along), -1, size, *along.shape[2:])
 
     def _steps(self, blocks: Array) -> Array:
         """Return the inverse of :meth:`_whole`."""
-        before, _ = self._missing
+        before = self._loop.steps.before
         flat = blocks.reshape(len(blocks), -1, *blocks.shape[3:])
         return flat[:, before : before + self._shape[1]]
 

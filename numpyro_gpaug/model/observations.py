@@ -226,12 +226,8 @@ def at_prior(
     :param values: values of other sites, and of latents to start from.
     :param key: the seed of all other sites.
     """
-    flat, given = flat_functions(model), values or {}
-    if structure.joint:
-        flat = at_prior_means(flat, tuple(s.name for s in structure.sites))
-    else:
-        given = {**structure.zeros, **given}
-    return run_model(flat, arguments, fixed_key() if key is None else key, given)
+    flat = at_prior_means(flat_functions(model), tuple(structure.zeros))
+    return run_model(flat, arguments, fixed_key() if key is None else key, values or {})
 
 
 def all_valid(

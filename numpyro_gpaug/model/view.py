@@ -86,23 +86,16 @@ class ModelView(View):
     def trace(self, at: dict[str, Array]) -> Trace:
         """Run the model with function values and weights filled in from ``at``; missing
         ones are zero."""
-        values = {**self._zeros, **self.values, **at}
+        values = {**self.structure.flat, **self.values, **at}
         return run_model(self._model, self.arguments, self._key, values)
-
-    @cached_property
-    def _zeros(self) -> dict[str, Array]:
-        functions = {
-            name: jnp.zeros(shape.shape, shape.dtype)
-            for name, shape in self.structure.functions.items()
-        }
-        return {**self.structure.zeros, **functions}
 
     @cached_property
     def _run(self) -> _Run:
         """The one run of the model, linearised in function values and weights."""
         traces: list[Trace] = []
         structure = self.structure
-        zeros = {b.name: self._zeros[b.name] for b in structure.blocks}
+        flat = structure.flat
+        zeros = {b.name: flat[b.name] for b in structure.blocks}
 
         def run(at: dict[str, Array]) -> tuple[dict[str, Array], Any]:
             trace = self.trace(at)

@@ -268,8 +268,7 @@ class JointAnswers(Answers):
         return q.extended(view.prior, self._structure.places(view.structure))
 
     def f(self, view: Any, fit: Fit, site: str) -> FunctionValues:
-        at = view.affine(site).matrices.marginals(self._extended(view, fit, site))
-        return FunctionValues(*(x.reshape(view.shape(site)) for x in at))
+        return FunctionValues(*view.moments(site, self._extended(view, fit, site)))
 
     def joint(self, view: Any, fit: Fit, site: str) -> FunctionValues:
         q, map_ = self._extended(view, fit, site), view.affine(site).matrices

@@ -108,7 +108,7 @@ class FitArguments(NamedTuple):
         # Arguments that determine inducing inputs have no row per datum, whatever their
         # length.
         shared = tuple(
-            k for k in named if k in inducing or (rows and not _has_rows(read[k], rows))
+            k for k in named if k in inducing or (rows and not rows & _lengths(read[k]))
         )
         data = args, {k: v for k, v in kwargs.items() if k not in kept}
         seen = {}
@@ -351,11 +351,6 @@ def _lengths(tree: Any) -> set[int]:
 
 def _by_shape(leaf: Any) -> Any:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_array(leaf) else leaf
-
-
-def _has_rows(tree: Any, rows: set[int]) -> bool:
-    arrays = (x for x in jax.tree.leaves(tree) if is_array(x))
-    return any(x.ndim and x.shape[0] in rows for x in arrays)
 
 
 def joined_rows(shape: tuple[int, ...], parts: list[Array]) -> Array:

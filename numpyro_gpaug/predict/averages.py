@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, random
 from jax.typing import ArrayLike
-from numpyro import handlers
 from numpyro.distributions import Distribution, Unit
 
 from numpyro_gpaug._display import Displayed, Rows
@@ -494,13 +493,9 @@ def average(
 
 def _sites(model: Model, arguments: Arguments) -> Values:
     """Return values of the sample sites of a model, without factors."""
-    args, kwargs = arguments.merge()
-    trace = handlers.trace(handlers.seed(model, random.key(0))).get_trace(
-        *args, **kwargs
-    )
     return {
         k: s["value"]
-        for k, s in trace.items()
+        for k, s in run_model(model, arguments, random.key(0), {}).items()
         if s["type"] == "sample" and not isinstance(base_distribution(s["fn"]), Unit)
     }
 

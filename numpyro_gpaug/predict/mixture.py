@@ -156,7 +156,7 @@ def averaged(function: Callable[[Fitted], Any], fitted: Fitted, weights: Array) 
         return jax.tree.map(lambda t, x: t + weight * x, total, value), None
 
     shapes = jax.eval_shape(lambda: function(fitted.first))
-    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    zeros = jax.tree.map(jnp.zeros_like, shapes)
     return lax.scan(add, zeros, (fitted.members, weights))[0]
 
 

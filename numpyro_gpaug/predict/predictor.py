@@ -27,11 +27,12 @@ from numpyro_gpaug.math.arrays import in_dtype_of, is_traced
 from numpyro_gpaug.math.compiling import jit_for_few_runs
 from numpyro_gpaug.math.sharding import mesh_of_latents, on_mesh
 from numpyro_gpaug.math.threads import threads_for
-from numpyro_gpaug.model.affine import ROUNDING, check_groups
+from numpyro_gpaug.model.affine import ROUNDING
 from numpyro_gpaug.model.arguments import Added, Arguments, Model, Values
 from numpyro_gpaug.model.closures import Version, watched
 from numpyro_gpaug.model.columns import Labels
 from numpyro_gpaug.model.jaxpr import dependence_on_arrays
+from numpyro_gpaug.model.joint import Codes
 from numpyro_gpaug.model.labels import labelled_axes
 from numpyro_gpaug.model.latents import JOINT, Structure
 from numpyro_gpaug.model.padding import Padding
@@ -387,26 +388,17 @@ class Predictor:
 
         def checks(arguments: Arguments, fitted: Fitted) -> Any:
             view = self._view(arguments, fitted)
-            gathers = view.gathers()
-            indexed[:] = [gather for gather, _ in gathers]
-            reached = [extremes for _, extremes in gathers]
-            return reached, view.marks(), view.misfits_of(site)
+            needed, whole = view.misfits_of(site)
+            return Codes.of(view, needed), view.marks(), whole
 
-        indexed: list[Any] = []
-        program = self._cached(
-            "checks",
-            (arguments.shapes, site),
-            lambda: (jit_for_few_runs(checks), indexed),
+        key, made = (arguments.shapes, site), partial(jit_for_few_runs, checks)
+        codes, here, whole = self._cached("checks", key, made)(arguments, fitted.first)
+        codes.check(
+            f"values of {site!r}",
+            ". A new group needs a plate with more members, and a step beyond the last "
+            "one a longer series. Make the size a keyword argument of the model, and "
+            "pass it here",
         )
-        reached, here, (needed, whole) = program[0](arguments, fitted.first)
-        check_groups(needed, f"values of {site!r}")
-        for gather, extremes in zip(program[1], reached, strict=True):
-            if wrong := gather.bad(extremes):
-                raise ValueError(
-                    f"{wrong}. A new group needs a plate with more members, and a step "
-                    "beyond the last one a longer series. Make the size a keyword "
-                    "argument of the model, and pass it here"
-                )
         for name, mark in here.items():
             if not np.allclose(mark, marks[name], rtol=1e-3, atol=1e-5):
                 if arguments.static[-1] is not None:
@@ -428,8 +420,8 @@ class Predictor:
         def sites(fitted: Fitted) -> tuple[dict[str, SiteMoments], Any, Any]:
             view = self._view(arguments, fitted)
             q = self._moments(fitted.own)[JOINT]
-            found = {s.name: _site(view, s.name, q) for s in view.structure.sites}
-            return found, view, q
+            names = [s.name for s in view.structure.sites]
+            return {k: SiteMoments(*view.moments(k, q)) for k in names}, view, q
 
         first, view, q = sites(fitted.first)
         marks, errors = view.marks(), view.rule_errors(q)
@@ -486,7 +478,7 @@ class Predictor:
             return {k: SiteMoments(x.mean, x.variance) for k, x in weights}
         view = self._view(arguments, fitted)
         q = self._moments(fitted.own)[JOINT]
-        return {k: _site(view, k, q) for k in self.shown()}
+        return {k: SiteMoments(*view.moments(k, q)) for k in self.shown()}
 
     @one_thread
     def covariances(
@@ -630,13 +622,6 @@ def _kind(
 
 def _shapes(tree: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
-
-
-def _site(view: Any, name: str, q: Any) -> SiteMoments:
-    values, shape = view.affine(name), view.shape(name)
-    at = values.matrices.marginals(q)
-    mean, variance = (x.reshape(shape) for x in at)
-    return SiteMoments(mean, variance)
 
 
 def predictor_for(guide: ProcessGuide, model: Model, structure: Structure) -> Predictor:

@@ -137,8 +137,8 @@ class GaussianKernel(MCMCKernel):
         :param arguments: the model's arguments.
         """
         refuse_forked()
-        self._check(arguments)
-
+        check_observations(self._model, self.structure, arguments)
+        self._parts = tuple(self._divided(arguments))
         state = self._programs()[0](rng_key, values, arguments)
         self._refuse_broken(state, arguments)
         self._sample_fn = self._step
@@ -198,27 +198,23 @@ class GaussianKernel(MCMCKernel):
             return super().get_diagnostics_str(state)
         return self._composite.get_diagnostics_str(state)
 
-    @property
-    def _name(self) -> str:
-        return type(self).__name__
-
     def _inspected(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Structure:
         data = {k: x for k, x in kwargs.items() if k != GIBBS_SITES_KWARG}
         check_arguments(self._user_model, args, data)
         arguments = Arguments.split(args, kwargs)
         structure = self._read(arguments)
-        otherwise = "MCMC(NUTS(model)) samples any model"
+        name, otherwise = type(self).__name__, "MCMC(NUTS(model)) samples any model"
         if structure.held and not structure.sites:
             reasons = "; ".join(f"{k!r}: {why}" for k, why in structure.held)
             raise NotConjugateError(
-                f"{self._name} samples Gaussian latents, and none can be part of the "
+                f"{name} samples Gaussian latents, and none can be part of the "
                 f"joint Gaussian: {reasons}; {otherwise}"
             )
         others = kwargs.get(GIBBS_SITES_KWARG, ())
         check_observed(self._model, structure, arguments, others)
         if not structure.sites:
             raise ValueError(
-                f"{self._name} samples Gaussian latents on which likelihoods depend "
+                f"{name} samples Gaussian latents on which likelihoods depend "
                 f"affinely, and the model has none; {otherwise}"
             )
         if structure.subsampled:
@@ -227,10 +223,6 @@ class GaussianKernel(MCMCKernel):
                 "exact sampler needs all data. Drop subsample_size"
             )
         return structure
-
-    def _check(self, arguments: Arguments) -> None:
-        check_observations(self._model, self.structure, arguments)
-        self._parts = tuple(self._divided(arguments))
 
     def _refuse_broken(self, state: Any, arguments: Arguments) -> None:
         for name, value in state.z.items():
@@ -307,8 +299,7 @@ class GaussianKernel(MCMCKernel):
         coordinates of fields."""
         names = tuple(s.name for s in self.structure.sites)
         # The function values do not matter here.
-        functions = self.structure.functions.items()
-        flat = {k: jnp.zeros(f.shape, f.dtype) for k, f in functions}
+        flat = jax.tree.map(jnp.zeros_like, self.structure.functions)
         trace = self._run(arguments, self._given(values) | flat)
         return white_numbers(trace, names, self.structure.fields)
 

@@ -205,7 +205,7 @@ class AugmentedGaussian(GaussianKernel):
 
         # Zeros, until a sweep draws auxiliaries.
         shapes = jax.eval_shape(drawn)
-        aux = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        aux = jax.tree.map(jnp.zeros_like, shapes)
         return AugmentedState(z, aux, latents, geometry, key)
 
     def _renewed(self, state: Any, arguments: Arguments) -> Any:
@@ -490,7 +490,8 @@ class CollapsedGaussian(AugmentedGaussian):
             k: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
             for k, x in ((k, start[k]["value"]) for k in self.structure.others)
         }
-        sites, flat = [s for s in self.structure.observed if s.latents], self._flat()
+        sites = [s for s in self.structure.observed if s.latents]
+        flat = self.structure.flat
 
         def parameters(values: Values) -> dict[str, list[Any]]:
             trace = self._run(view.arguments, {**values, **flat})
@@ -510,12 +511,6 @@ class CollapsedGaussian(AugmentedGaussian):
                     "Gibbs([(CollapsedGaussian(model), [the other sites]), "
                     "(NUTS(model), None)])"
                 )
-
-    def _flat(self) -> Values:
-        """Return latents and function values of zero."""
-        functions = self.structure.functions
-        flat = {k: jnp.zeros(f.shape, f.dtype) for k, f in functions.items()}
-        return self.structure.zeros | flat
 
     @precise
     def _begun(
@@ -605,7 +600,7 @@ class CollapsedGaussian(AugmentedGaussian):
             seeded = handlers.seed(flat, random.key(0))
             trace = handlers.trace(seeded).get_trace(*args, **kwargs)
         others = {k: trace[k]["value"] for k in structure.others}
-        arguments, given = Arguments.split(args, kwargs), self._flat()
+        arguments, given = Arguments.split(args, kwargs), structure.flat
         total = jnp.zeros(())
         for part, each in zip(self._parts, factors, strict=True):
             geometry = part.geometry(part.view(self._model, arguments, others))
