@@ -100,7 +100,7 @@ def test_polars() -> None:
 @pytest.mark.parametrize(
     ("column", "message"),
     [
-        (TABLE["name"], "x contains text. Pass categories"),
+        (TABLE["name"], "x contains text. Convert it by .astype"),
         (TABLE["day"], r"x contains dates. Pass numbers, such as days since"),
         (pd.Index(TABLE["day"]), "x contains dates"),
         (TABLE["day"] - TABLE["day"][0], r"x contains durations.*timedelta64\(1, 'D'"),

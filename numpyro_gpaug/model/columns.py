@@ -207,9 +207,9 @@ def _numbers(name: str, value: Any) -> np.ndarray:
             check_dates(name, present.astype("datetime64[us]"))
         if not all(isinstance(x, bool | int | float | np.number) for x in present):
             raise TypeError(
-                f"{name} contains text. Pass categories, {name}.astype('category') of "
-                "pandas or .cast(polars.Categorical): the model gets their codes, and "
-                "summaries their labels"
+                f"{name} contains text. Convert it by .astype('category') of pandas "
+                "or .cast(polars.Categorical): the model gets codes, and summaries "
+                "labels"
             )
     kinds = {type(x) for x in present}
     if not missing.any():
