@@ -257,7 +257,7 @@ def _table(name: str, value: Any, names: Sequence[Any]) -> np.ndarray:
 def labelled(
     entry: str, axes: Mapping[str, Sequence[str]], labels: Mapping[str, Sequence[str]]
 ) -> str:
-    """Return the name of an entry of a site, with labels in place of places.
+    """Return the name of an entry of a site, with labels instead of positions.
 
     :param entry: ``effect[2]``.
     :param axes: by site, the argument that indexes each axis; empty for none.

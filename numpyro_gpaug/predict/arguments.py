@@ -241,10 +241,12 @@ class FitArguments(NamedTuple):
         args, others = self.data
         of_fit = dict(zip(argument_names(model, len(args)), args, strict=False))
         of_fit |= {**self.kwargs, **others}
+        shapes: dict[str, tuple[int, ...]]
         shapes = {k: getattr(x, "shape", ()) for k, x in of_fit.items()}
         members = {n for k in self.observations for n in shapes.get(k, ())[1:]}
         for name in given.keys() & shapes.keys() - {*self.shared, *self.observations}:
-            here, known = getattr(given[name], "shape", ()), shapes[name]
+            here: tuple[int, ...] = getattr(given[name], "shape", ())
+            known = shapes[name]
             if len(here) != 2 or len(known) != 2 or here[1] == known[1]:
                 continue
             if known[1] not in members and name in (weighing() or ()):
