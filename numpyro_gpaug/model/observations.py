@@ -99,6 +99,12 @@ def check_shape(name: str, site: dict[str, Any]) -> None:
                 f"; a column ({shape[0]}, 1) with rows ({shape[0]},) broadcasts to a "
                 "square: index or squeeze the column, X[:, 0]"
             )
+        extra = shape[: len(shape) - len(expected)]
+        if extra and not hint and shape == extra + expected:
+            hint = (
+                "; for data that share it write numpyro.plate('data', "
+                f"{extra[-1]}), or .expand({list(extra + fn.batch_shape)})"
+            )
         raise ValueError(
             f"site {name!r}: observations have shape {shape}, but the model gives them "
             f"a distribution of shape {expected}{hint}"
