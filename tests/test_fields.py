@@ -233,12 +233,21 @@ def test_random_walks_of_order_two():
         jax.jit(lambda x: RandomWalk2(x, 1.0, 1.0, 1.0).mean)(jnp.arange(3.0))
 
 
-def test_a_smooth_curve_is_made_of_independent_numbers():
-    walk, covariance = field_of("walk")
-    assert sparse_prior(walk).needs_float64
-    root = np.asarray(jax.jit(walk.walked)(jnp.eye(6)))
+@pytest.mark.parametrize("number", [2, 5, 6])
+def test_a_smooth_curve_is_made_of_independent_numbers(number):
+    walk = RandomWalk2(TIMES[:number], 1.4, 3.0, 0.5)
+    covariance = field_of("walk")[1][:number, :number]
+    root = np.asarray(jax.jit(walk.walked)(jnp.eye(number)))
     np.testing.assert_allclose(root.T @ root, covariance, rtol=1e-4)
-    np.testing.assert_allclose(jax.jit(walk.noise)(root), np.eye(6), atol=1e-4)
+    np.testing.assert_allclose(jax.jit(walk.noise)(root), np.eye(number), atol=1e-4)
+    chain, size = walk.chain(), number + number % 2
+    units = np.eye(size, dtype=np.float32).reshape(size, -1, 2)
+    root = np.asarray(jax.vmap(lambda z: chain.value(chain.states(z)))(units))
+    np.testing.assert_allclose(root.T @ root, covariance, rtol=1e-4)
+    found = jax.vmap(chain.numbers)(root)[:number]
+    np.testing.assert_allclose(found, units[:number], atol=1e-4)
+    # After a step of 1e-4 the value is known far better than the slope.
+    assert RandomWalk2([0, 1, 2, 3, 3.0001, 4], 1.0, 1.0, 1.0).chain() is None
 
 
 @pytest.mark.parametrize("name", ["icar", "bym2", "gmrf", "walk"])

@@ -17,7 +17,7 @@ from scipy.linalg import block_diag
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.distributions.gaussian import StructuredGaussian
-from numpyro_gpaug.gaussians import Dense, Layout, Sparse
+from numpyro_gpaug.gaussians import Chain, Dense, Layout, Sparse
 from numpyro_gpaug.infer.nested import group_draws
 from numpyro_gpaug.infer.vi.checks import check_basis
 from numpyro_gpaug.math.sparse_cholesky import with_sums
@@ -455,13 +455,46 @@ def test_fields_are_sampled_exactly(sampler, kind, x64, always_sparse):
         np.testing.assert_allclose(sums, 0, atol=1e-6)
 
 
-def test_a_long_curve_in_float32_warns():
-    def model(step, y=None):
-        walk = gpaug.RandomWalk2(np.arange(300.0), 0.01, 1.0, 0.1)
-        curve = numpyro.sample("curve", walk)
-        with numpyro.plate("data", len(step)):
-            numpyro.sample("y", dist.Poisson(jnp.exp(curve[step])), obs=y)
+@pytest.mark.parametrize(
+    ("dtype", "least"), [("float32", 0.02), ("float64", 2e-6)], indirect=["dtype"]
+)
+def test_a_long_curve(dtype, least):
+    """A curve is a chain, whose evidence is that of a dense matrix in float64. Its
+    precision would lose digits."""
+    rng = np.random.default_rng(0)
+    between = rng.uniform(0.02, 0.06, 400)
+    between[25::50] = least
+    points = np.append(0, between.cumsum())
+    group = rng.integers(0, 5, len(points))
+    y = np.sin(points) + rng.normal(0, 0.5, len(points))
+
+    def model(group, y=None):
+        scale = numpyro.sample("scale", dist.HalfNormal(1))
+        curve = numpyro.sample("curve", gpaug.RandomWalk2(points, scale, 3.0, 1.0))
+        level = numpyro.sample("level", dist.Normal().expand([5]).to_event(1))
+        with numpyro.plate("data", len(group)):
+            numpyro.sample("y", dist.Normal(curve[:401] + level[group], 0.5), obs=y)
+
+    def exact(scale):
+        changes = scale * np.sqrt((between[1:] + between[:-1]) / 2)
+        reach = np.maximum(points[:, None] - points[:-1], 0) * np.append(1, changes)
+        covariance = reach @ reach.T + 9 + (group[:, None] == group)
+        covariance = 2 * np.pi * (covariance + np.eye(401) / 4)
+        found = 2 * np.pi * y @ np.linalg.solve(covariance, y)
+        prior = float(dist.HalfNormal(1).log_prob(scale))
+        return prior - (found + np.linalg.slogdet(covariance)[1]) / 2
 
     guide = gpaug.AutoLatentGaussian(model)
-    with pytest.warns(UserWarning, match="float32 does not resolve .* 'curve'"):
-        guide.setup(np.arange(300), np.ones(300, int))
+    guide.setup(group, y)
+    assert isinstance(guide.structure.form, Chain)
+    single = str(jnp.result_type(float)) == "float32"
+    found, slope = jax.jit(
+        jax.value_and_grad(
+            lambda at: log_density(
+                gpaug.collapse(model), (group, y), {}, {"scale": at}
+            )[0]
+        )
+    )(jnp.array(0.7))
+    assert float(found) == pytest.approx(exact(0.7), abs=0.01 if single else 1e-7)
+    expected = (exact(0.701) - exact(0.699)) / 0.002
+    assert float(slope) == pytest.approx(expected, abs=0.2 if single else 1e-3)

@@ -53,8 +53,8 @@ class SparsePrior(NamedTuple):
     :param log_det: returns the logarithm of the determinant of Q, or of its restriction
         to the null space of the constraints in orthonormal coordinates.
     :param event_shape: the shape of a value, of n numbers; (n,) for ``None``.
-    :param needs_float64: whether float32 does not resolve the quadratic form of likely
-        values.
+    :param resolved: whether the dtype resolves the quadratic form of likely values.
+    :param chained: whether the field by itself is the states of a chain.
     :param sums: the sums of the rows of Q, (K n,), where they are known better than by
         adding up the entries.
     """
@@ -66,7 +66,8 @@ class SparsePrior(NamedTuple):
     scales: tuple[Array, ...]
     log_det: Callable[[], Array]
     event_shape: tuple[int, ...] | None = None
-    needs_float64: bool = False
+    resolved: bool = True
+    chained: bool = False
     sums: Any = None
 
     @property

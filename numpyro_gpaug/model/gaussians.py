@@ -22,7 +22,7 @@ from numpyro import handlers
 from numpyro.distributions import transforms
 
 from numpyro_gpaug._numpyro import expanded_sites
-from numpyro_gpaug.distributions.random_walk import RandomWalk2
+from numpyro_gpaug.distributions.random_walk import Chained, RandomWalk2
 from numpyro_gpaug.distributions.sparse_prior import SparsePrior, sparse_prior
 from numpyro_gpaug.gaussians import Layout, Sparse
 from numpyro_gpaug.likelihoods.expectations import base_distribution, is_masked
@@ -49,6 +49,7 @@ class Whitening(NamedTuple):
         than entries.
     :param mixes: whether a factor combines several numbers in an entry of the value.
         The same numbers then give another value with another factor.
+    :param chain: the chain that the value is a function of.
     """
 
     shape: tuple[int, ...]
@@ -56,6 +57,7 @@ class Whitening(NamedTuple):
     spread: Any
     numbers: Callable[[Array], Array] | None
     mixes: bool = False
+    chain: Chained | None = None
 
 
 def whitening(fn: dist.Distribution) -> Whitening | None:
@@ -233,7 +235,13 @@ def _(base: dist.GaussianRandomWalk, shape: tuple[int, ...]) -> Whitening:
 @_whitening.register
 def _(base: RandomWalk2, shape: tuple[int, ...]) -> Whitening:
     spread = base.level, base.slope, base.scale
-    return Whitening(shape, base.walked, spread, base.noise, mixes=True)
+    chain = base.chain() if len(shape) == 1 else None
+    if chain is None:
+        return Whitening(shape, base.walked, spread, base.noise, mixes=True)
+    return Whitening(
+        chain.links.shape[:2], lambda z: chain.value(chain.states(z)), spread,
+        chain.numbers, mixes=True, chain=chain,
+    )  # fmt: skip
 
 
 @_whitening.register
@@ -330,4 +338,5 @@ def _(base: dist.TransformedDistribution, shape: tuple[int, ...]) -> Whitening |
         value=partial(transformed, found.value),
         spread=(found.spread, factors),
         numbers=found.numbers and numbers,
+        chain=None,
     )

@@ -36,6 +36,7 @@ from numpyro_gpaug.model.costs import FEWEST_NODES, FIT, MAX_DENSE, Purpose
 from numpyro_gpaug.model.exponentials import has_form
 from numpyro_gpaug.model.forms import Queries, find_form, find_sparse, refuse_large
 from numpyro_gpaug.model.frontier import frontier, separation, single_inputs
+from numpyro_gpaug.model.gaussians import Field
 from numpyro_gpaug.model.jaxpr import (
     called_name,
     dependence_tree,
@@ -682,13 +683,13 @@ def read_joint(
     survey = Survey(model, arguments)
     survey.refuse(survey.latent)
     _warn_of_members(survey)
-    size = sum(prod(own.shape) for own in survey.fields.values())
+    fields = _resolved(survey)
+    size = sum(prod(own.shape) for own in fields.values())
     if purpose.fields and survey.observed and size >= FEWEST_NODES:
-        _warn_of_rounding(survey)
-        found = _read(survey, purpose, tuple(survey.fields))
+        found = _read(survey, purpose, tuple(fields))
         if found is not None:
             asked, _ = _asked(found, model, arguments)
-            sparse = find_sparse(found, asked, purpose, survey.fields)
+            sparse = find_sparse(found, asked, purpose, fields)
             if sparse is not None:
                 return sparse
     found = _read(survey, purpose, ())
@@ -714,16 +715,26 @@ def _warn_of_members(survey: Survey) -> None:
             )
 
 
-def _warn_of_rounding(survey: Survey) -> None:
-    """Warn about long curves, which need more digits than float32 has."""
-    names = [k for k, own in survey.fields.items() if own.prior.needs_float64]
-    if names and survey.dtype == "float32":
+def _resolved(survey: Survey) -> dict[str, Field]:
+    """Return the fields with a sparse precision that the dtype resolves, unless there
+    is one field, and it is a chain. The others are functions of independent numbers,
+    which have few rounding errors."""
+    fields: dict[str, Field] = survey.fields
+    dense = [
+        k for k, own in fields.items()
+        if not (own.prior.resolved or own.prior.chained)
+        and own.shape[-1] >= 4 * FEWEST_NODES
+    ]  # fmt: skip
+    if dense and survey.dtype == "float32":
         warnings.warn(
-            f"float32 does not resolve so long a smooth curve as "
-            f"{', '.join(map(repr, names))}: its learnt scale will be too large. Use "
-            "float64, jax.config.update('jax_enable_x64', True), or at most 270 points",
+            f"float32 does not resolve distances as uneven as those of {dense}, which "
+            "become part of a dense matrix. Fits are faster in float64, "
+            "jax.config.update('jax_enable_x64', True)",
             stacklevel=2,
         )
+    found = {k: own for k, own in fields.items() if own.prior.resolved}
+    chains = [own.prior.chained and len(own.shape) == 1 for own in found.values()]
+    return {} if chains == [True] else found
 
 
 def in_form(

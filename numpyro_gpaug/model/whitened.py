@@ -118,6 +118,10 @@ def find_missing_link(
     return None
 
 
+# In the infer= of a site: the links of its chain, and its states.
+_CHAIN = "gpaug_chain"
+
+
 class Parts(NamedTuple):
     """The results of a run of the model, as outputs of a :class:`Program`.
 
@@ -133,8 +137,8 @@ class Parts(NamedTuple):
     :param factors: factors of Gaussian sites that mix several numbers in their values.
     :param precisions: for sites in coordinates of their own, the entries of the
         precision of these, and its log-determinant.
-    :param chains: for sites behind the states of a process, the transitions between the
-        states, (steps, R, 2 R), and the states, (steps, R).
+    :param chains: for sites that make the states of a process or a curve, the
+        transitions between the states, (steps, R, 2 R + 1), and the states, (steps, R).
     :param bounded: for observed sites, parameters that have a domain.
     :param residuals: variances of function values given inducing values, by process.
     :param unreached: which function values are explained by at most one inducing value,
@@ -179,6 +183,10 @@ def whitened(
         if found is None:
             return None
         numbers, index = z[message["name"]], scan_index(message)
+        if found.chain and index is None:
+            states = found.chain.states(numbers)
+            message["infer"] = message["infer"] | {_CHAIN: (found.chain.links, states)}
+            return found.chain.value(states)
         return found.value(numbers if index is None else numbers[index])
 
     filled_in = handlers.substitute(expanded_sites(model), substitute_fn=filled)
@@ -264,6 +272,8 @@ def parts_of(
             found = whitening(fn)
             assert found is not None
             parts.spreads[name] = found.spread
+            if _CHAIN in site["infer"]:
+                parts.chains[name] = site["infer"][_CHAIN]
             if found.mixes:
                 parts.factors[name] = found.spread
             parts.values[name] = value
