@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from numpyro import handlers
-from scipy.special import log_softmax, softmax
+from scipy.special import log_softmax, logsumexp, softmax
 
 from numpyro_gpaug import inducing, kernels
 from numpyro_gpaug.gp import GaussianProcess
@@ -29,13 +29,17 @@ __all__ = ["TableClassifier", "kernel", "model", "num_inducing", "tempered"]
 # function would take more inducing inputs than there are.
 FEW = 30
 # With many columns: the number of rows per column from which on each gets a lengthscale
-# of its own for a trial, and the nats per column that this must gain.
+# of its own for a trial, and the nats per column that this must gain. Half of a
+# lengthscale must gain as much.
 ROWS, GAIN = 10, 1.0
+# The standard deviation of the logarithm of a lengthscale that is fixed.
+FIXED = 0.01
 # The mean share of the prior variance that inducing inputs may leave unexplained, and
 # the factor by which there are more of them otherwise.
 UNEXPLAINED, MORE = 0.05, 3
 # The prior variance of the mean of a process.
 MEAN = 4.0
+LOG_TEMPERATURES = np.linspace(-4, 4, 81)
 # The number of parts of the cross-validation of boosting, and the number of standard
 # errors by which boosting must be better.
 FOLDS, BETTER = 5, 2.0
@@ -44,13 +48,16 @@ FOLDS, BETTER = 5, 2.0
 class TableClassifier:
     """Probabilities of classes, from a table, by Gaussian processes.
 
-    Columns are standardised. Each class has a process with an unknown mean and one
-    kernel for all (:func:`kernel`): a smooth function, with a lengthscale for each
-    column, and a linear function if columns are few. With many columns these
-    lengthscales are used if they raise the bound by more than a nat each. Inducing
-    inputs are centres of k-means, three times as many where they explain too little of
-    the prior. The labels that are left out decide how sure predictions are made
-    (:func:`tempered`).
+    Columns are standardised. Many columns may instead share one scale, as pixels do.
+    Each class has a process with an unknown mean and one kernel for all
+    (:func:`kernel`): a smooth function, with a lengthscale for each column, and a
+    linear function if columns are few. With many columns these lengthscales are used if
+    they raise the bound by more than a nat each. Inducing inputs are centres of
+    k-means, three times as many where they explain too little of the prior. The labels
+    that are left out decide how sure predictions are made (:func:`tempered`), and, with
+    that, between the scales, and how often the lengthscale of the largest bound is
+    halved: where classes separate, the bound, which does not know of the temperature,
+    is largest at functions that are too smooth.
 
     The interface is that of scikit-learn's classifiers. :meth:`beside_boosting` says
     whether gradient boosting is the better tool: for functions with steps, and many
@@ -61,7 +68,7 @@ class TableClassifier:
     :param steps: the largest number of evaluations of the bound.
     :param seed: the seed of k-means and of the random key.
     :ivar classes_: the labels, sorted.
-    :ivar posterior_: the :class:`~numpyro_gpaug.Posterior` at standardised inputs.
+    :ivar posterior_: the :class:`~numpyro_gpaug.Posterior` at scaled inputs.
     :ivar result_: the :class:`~numpyro_gpaug.infer.ConjugateResult`.
 
     **Example**
@@ -80,9 +87,7 @@ class TableClassifier:
         self, *, num_inducing: int | None = None, steps: int = 200, seed: int = 0
     ) -> None:
         self.num_inducing, self.steps, self.seed = num_inducing, steps, seed
-        self._svi: Any = None
-        self.result_: Any = None
-        self._given: dict[str, Any] = {}
+        self._svi: dict[tuple[bool, int], ConjugateSVI] = {}
 
     def get_params(self, *, deep: bool = True) -> dict[str, Any]:
         """Return the arguments of the constructor, for scikit-learn."""
@@ -101,21 +106,23 @@ class TableClassifier:
         self.classes_, self._codes = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
             raise ValueError(f"y has one class, {self.classes_}; expected two or more")
-        self._centre, scale = X.mean(0), X.std(0)
-        self._scale = np.where(scale > 0, scale, 1)
-        self._X = self._standardised(X)
-        few = X.shape[1] <= FEW
-        self._learn(apart=few)
-        if not few and len(X) >= ROWS * X.shape[1]:
-            alike = self._svi, self.result_, self._given
-            self._learn(apart=True)
-            gained = float(alike[1].losses[-1] - self.result_.losses[-1])
-            if not gained > GAIN * X.shape[1]:
-                self._svi, self.result_, self._given = alike
-        if self._unexplained() > UNEXPLAINED:
-            self._learn(apart=self._given["apart"], more=MORE)
-        self.posterior_ = self._svi.posterior(self.result_)
-        self._probabilities = tempered(self.posterior_, self._X, self._codes)
+        self._svi, self._centre, scale = {}, X.mean(0), X.std(0)
+        fit = self._fit(X, np.where(scale > 0, scale, 1), apart=X.shape[1] <= FEW)
+        if X.shape[1] > FEW:
+            shared = np.full_like(scale, np.sqrt(np.square(scale).mean()) or 1)
+            fit = max(fit, self._fit(X, shared), key=self._score)
+            if len(X) >= ROWS * X.shape[1]:
+                several = self._fit(X, fit.scale, apart=True)
+                gained = float(fit.result.losses[-1] - several.result.losses[-1])
+                fit = several if gained > GAIN * X.shape[1] else fit
+        trial = self._fit(X, fit.scale, **fit.halved())
+        while self._score(trial) > self._score(fit) + GAIN:
+            fit, trial = trial, self._fit(X, fit.scale, **trial.halved())
+        if self._unexplained(fit) > UNEXPLAINED:
+            fit = self._fit(X, fit.scale, **fit.again(), more=MORE)
+        self._X, self._scale, self.result_ = fit.X, fit.scale, fit.result
+        self.posterior_ = fit.posterior
+        self._probabilities = tempered(fit.posterior, fit.X, self._codes)
         return self
 
     def predict_proba(self, X: Any) -> np.ndarray:
@@ -123,7 +130,7 @@ class TableClassifier:
 
         :param X: numbers, (n, D).
         """
-        return self._probabilities(self._standardised(_checked(X)))
+        return self._probabilities(self._scaled(_checked(X), self._scale))
 
     def predict(self, X: Any) -> np.ndarray:
         """Return the most probable labels, (n,).
@@ -174,50 +181,92 @@ class TableClassifier:
             )
         return found
 
-    def _standardised(self, X: np.ndarray) -> np.ndarray:
-        return ((X - self._centre) / self._scale).astype(jnp.result_type(float))
+    def _scaled(self, X: np.ndarray, scale: np.ndarray) -> np.ndarray:
+        return ((X - self._centre) / scale).astype(jnp.result_type(float))
 
-    def _learn(self, *, apart: bool, more: int = 1) -> None:
-        """Fit with, or without, a lengthscale for each column.
+    def _fit(
+        self, X: np.ndarray, scale: np.ndarray, *, apart: bool = False,
+        start: dict[str, Any] | None = None, prior: Any = None, more: int = 1,
+    ) -> _Fit:  # fmt: skip
+        """Return a fit.
 
+        :param scale: what columns are divided by.
+        :param apart: whether each column has a lengthscale of its own.
+        :param start: values of the sites of the kernel at the start.
+        :param prior: see :func:`kernel`.
         :param more: how many times as many inducing inputs.
         """
-        size = num_inducing(self._X, self.num_inducing, more)
-        Z = inducing.kmeans(self._X, size, seed=self.seed)
-        self._given = {"Z": Z, "classes": len(self.classes_), "apart": apart}
-        self._svi = ConjugateSVI(model, AutoSparseGP(model))
-        self.result_ = self._svi.run(
-            jax.random.key(self.seed), self.steps, self._X, self._codes,
-            progress_bar=False, **self._given,
+        X = self._scaled(X, scale)
+        size = num_inducing(X, self.num_inducing, more)
+        prior = (0.5 * np.log(X.shape[1]), 1) if prior is None else prior
+        given: dict[str, Any] = {
+            "Z": inducing.kmeans(X, size, seed=self.seed), "apart": apart,
+            "classes": len(self.classes_), "prior": np.array(prior, X.dtype),
+        }  # fmt: skip
+        known = apart, size
+        if known not in self._svi:
+            self._svi[known] = ConjugateSVI(model, AutoSparseGP(model))
+        svi = self._svi[known]
+        result = svi.run(
+            jax.random.key(self.seed), self.steps, X, self._codes, progress_bar=False,
+            init_params={f"{k}_auto_loc": v for k, v in (start or {}).items()}, **given,
         )  # fmt: skip
+        medians = dict(svi.guide.other_median(result.params))
+        return _Fit(scale, X, given, result, svi.posterior(result), medians)
 
-    def _medians(self) -> dict[str, Any]:
-        return dict(self._svi.guide.other_median(self.result_.params))
+    def _score(self, fit: _Fit) -> float:
+        left_out = _log_probs(fit.posterior.leave_one_out(fit.X, self._codes).probs)
+        return float(logsumexp(_tempering(left_out, self._codes)))
 
-    def _unexplained(self) -> float:
+    def _unexplained(self, fit: _Fit) -> float:
         """Return the mean share of the prior variance of rows that inducing inputs do
         not explain."""
-        with handlers.substitute(data=self._medians()):
-            own = kernel(self._X.shape[1], apart=self._given["apart"])
-        Z = self._given["Z"]
-        factor = linalg.cholesky(own(Z, Z) + 1e-4 * np.eye(len(Z), dtype=self._X.dtype))
-        across = linalg.solve_lower(factor, own(Z, self._X))
-        variance = np.asarray(own(self._X))
+        with handlers.substitute(data=fit.medians):
+            own = kernel(fit.X.shape[1], apart=fit.given["apart"])
+        Z = fit.given["Z"]
+        factor = linalg.cholesky(own(Z, Z) + 1e-4 * np.eye(len(Z), dtype=fit.X.dtype))
+        across = linalg.solve_lower(factor, own(Z, fit.X))
+        variance = np.asarray(own(fit.X))
         return float(np.mean(1 - np.square(np.asarray(across)).sum(0) / variance))
 
 
-def model(X: Any, y: Any = None, *, Z: Any, classes: int, apart: bool) -> None:
+class _Fit(NamedTuple):
+    """A fit at scaled inputs."""
+
+    scale: np.ndarray
+    X: np.ndarray
+    given: dict[str, Any]
+    result: Any
+    posterior: Posterior
+    medians: dict[str, Any]
+
+    def again(self) -> dict[str, Any]:
+        """Return the arguments of a fit from where this one ended."""
+        kept = {k: self.given[k] for k in ("apart", "prior")}
+        return {"start": self.medians, **kept}
+
+    def halved(self) -> dict[str, Any]:
+        """Return the arguments of a fit with half the lengthscale, fixed."""
+        half = 0.5 * self.medians["lengthscale"]
+        start = self.medians | {"lengthscale": half}
+        return self.again() | {"start": start, "prior": (np.log(half), FIXED)}
+
+
+def model(
+    X: Any, y: Any = None, *, Z: Any, classes: int, apart: bool, prior: Any = None
+) -> None:
     """The model of a :class:`TableClassifier`.
 
-    :param X: standardised inputs, (N, D).
+    :param X: scaled inputs, (N, D).
     :param y: labels 0 .. C - 1.
     :param Z: inducing inputs.
     :param classes: the number of classes, C.
     :param apart: whether each column has a lengthscale of its own.
+    :param prior: see :func:`kernel`.
     """
     several: Any = {"num_latents": classes} if classes > 2 else {}
     # The unknown mean is a part of the process, which is integrated out.
-    own: Any = kernel(X.shape[1], apart=apart)
+    own: Any = kernel(X.shape[1], apart=apart, prior=prior)
     gp = GaussianProcess("f", own + MEAN, Z, **several)
     with numpyro.plate("data", X.shape[0]):
         f = gp(X)
@@ -225,7 +274,9 @@ def model(X: Any, y: Any = None, *, Z: Any, classes: int, apart: bool) -> None:
         numpyro.sample("y", label, obs=y)
 
 
-def kernel(columns: int, *, apart: bool | None = None) -> kernels.Kernel:
+def kernel(
+    columns: int, *, apart: bool | None = None, prior: Any = None
+) -> kernels.Kernel:
     """Return the kernel, whose values are sample sites under weak priors: a smooth
     function; of few columns, plus a linear one, so that where the truth is linear
     little is lost to logistic regression.
@@ -240,9 +291,11 @@ def kernel(columns: int, *, apart: bool | None = None) -> kernels.Kernel:
     :param columns: the number of columns, which are standardised.
     :param apart: whether columns have lengthscales of their own: by default, if they
         are few.
+    :param prior: the mean and standard deviation of the logarithm of the shared
+        lengthscale: (log(columns) / 2, 1) by default.
     """
-    lengthscale = dist.LogNormal(0.5 * np.log(columns), 1)
-    lengthscale = numpyro.sample("lengthscale", lengthscale)
+    location, sd = (0.5 * np.log(columns), 1) if prior is None else prior
+    lengthscale = numpyro.sample("lengthscale", dist.LogNormal(location, sd))
     variance = numpyro.sample("variance", dist.LogNormal(1, 1))
     if columns <= FEW if apart is None else apart:
         relative = dist.LogNormal(0, 0.5).expand([columns]).to_event(1)
@@ -279,17 +332,26 @@ def tempered(posterior: Posterior, X: Any, y: np.ndarray) -> Callable[[Any], Any
     :param X: the inputs of the fit.
     :param y: its labels.
     """
-    rows, left_out = np.arange(len(y)), _log_probs(posterior.leave_one_out(X, y).probs)
-    steps = np.linspace(-4, 4, 81)
-    fits = [log_softmax(left_out / np.exp(t), 1)[rows, y].sum() for t in steps]
-    weights = softmax(np.array(fits) - 0.5 * steps**2)
+    left_out = _log_probs(posterior.leave_one_out(X, y).probs)
+    weights = softmax(_tempering(left_out, y))
 
     def probabilities(X_new: Any) -> np.ndarray:
         found = _log_probs(posterior.predict_y(X_new).probs)
-        each = (softmax(found / np.exp(t), 1) for t in steps)
+        each = (softmax(found / np.exp(t), 1) for t in LOG_TEMPERATURES)
         return sum(w * p for w, p in zip(weights, each, strict=True))
 
     return probabilities
+
+
+def _tempering(left_out: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Return the log-likelihood plus log-prior of each temperature.
+
+    :param left_out: log probabilities of labels that are left out, (N, C).
+    :param y: the labels.
+    """
+    rows, steps = np.arange(len(y)), LOG_TEMPERATURES
+    fits = [log_softmax(left_out / np.exp(t), 1)[rows, y].sum() for t in steps]
+    return np.array(fits) - 0.5 * steps**2
 
 
 def _log_probs(probs: Any) -> np.ndarray:

@@ -80,6 +80,18 @@ def test_categories_become_codes() -> None:
     assert read(plain, known)[0] is plain
 
 
+def test_columns_of_tables_are_found_by_name() -> None:
+    def model(x):
+        return x
+
+    table = pd.DataFrame({"a": [1.0, 2.0], "b": [3.0, 4.0]})
+    labels = Columns.read(model, (table,), {}).labels
+    (again,), *_ = Columns.read(model, (table[["b", "a"]],), {}, labels)
+    np.testing.assert_array_equal(again, table)
+    with pytest.raises(ValueError, match="x lacks the column 'b' of the fit"):
+        Columns.read(model, (table[["a"]],), {}, labels)
+
+
 def test_polars() -> None:
     polars = pytest.importorskip("polars")
     names = polars.Series(["b", "a", "b"])
@@ -100,7 +112,7 @@ def test_polars() -> None:
 @pytest.mark.parametrize(
     ("column", "message"),
     [
-        (TABLE["name"], "x contains text. Pass categories"),
+        (TABLE["name"], "x contains text. Convert it by .astype"),
         (TABLE["day"], r"x contains dates. Pass numbers, such as days since"),
         (pd.Index(TABLE["day"]), "x contains dates"),
         (TABLE["day"] - TABLE["day"][0], r"x contains durations.*timedelta64\(1, 'D'"),

@@ -344,7 +344,7 @@ def positional(X, y=None, inducing=None):
          (np.float32(1e-20) * X, Y)),
         (ValueError, r"shape \(16, 2\).*one whole number .*pass y.argmax\(-1\), of",
          (X, np.stack([Y, 1 - Y], -1))),
-        (ValueError, r"shape \(16, 1\).*one whole number .*pass y\[\.\.\., 0\], of",
+        (ValueError, r"shape \(16, 1\).*pass y\[\.\.\., 0\], of",
          (X, Y[:, None])),
         (TypeError, "y is a list of 16 strings. Encode", (X, ["a", "b"] * 8)),
         (TypeError, r"X is a SciPy sparse.*toarray", (sparse.csr_array(X), Y)),
@@ -396,7 +396,7 @@ def test_a_key_that_is_none(fitted, key) -> None:
         lambda: svi.posterior(result).sample(key, X),
     )
     for call in calls:
-        with pytest.raises(TypeError, match="the first argument must be a random key"):
+        with pytest.raises(TypeError, match="expected a random key"):
             call()
 
 

@@ -424,7 +424,7 @@ X, CODES, COUNTS = np.zeros(6), np.zeros(6, int), np.ones(6, int)
         ((5, X, CODES), {"Y": COUNTS}, "for 'Y', did you mean 'y'", ""),
         ((5, X[:, None], CODES, COUNTS), {}, "index or squeeze the column", ""),
         ((X, CODES, COUNTS), {}, r"shape \(6,\). Is num_steps missing", ""),
-        ((5, X, CODES[:4], COUNTS), {}, "incompatible", r"lengths are \[4, 6\]"),
+        ((5, X, CODES[:4], COUNTS), {}, "incompatible", r"g: int.* are \[4, 6\]"),
         ((5, X, 1.0 * CODES, COUNTS), {}, "Indexer", r"pass codes\.astype\(int\)"),
     ],
 )
@@ -433,6 +433,19 @@ def test_slips_of_the_pen_are_named(args, kwargs, message, note):
     with pytest.raises((TypeError, ValueError), match=message) as raised:
         svi.run(KEY, *args, progress_bar=False, **kwargs)
     assert re.search(note, "".join(getattr(raised.value, "__notes__", [])))
+
+
+def test_columns_are_those_of_the_fit():
+    def model(X, y=None):
+        w = numpyro.sample("w", dist.Normal(0, 1).expand([X.shape[1]]).to_event(1))
+        with numpyro.plate("data", len(X)):
+            numpyro.sample("y", dist.Normal(X @ w, 1.0), obs=y)
+
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
+    posterior = unfitted(svi, np.stack([T, T**2], 1), REAL)
+    for columns in (1, 3):
+        with pytest.raises(ValueError, match=f"X has {columns} columns, and had 2"):
+            posterior.predict_y(np.ones((5, columns)))
 
 
 @pytest.mark.parametrize("route", ["svi", slow("nested")])

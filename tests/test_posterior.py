@@ -236,7 +236,7 @@ def test_bad_new_inputs() -> None:
         posterior.predict_y(X, inducing=X[1:13])
     with pytest.raises(ValueError, match="new inputs"):
         posterior.predict_y()
-    with pytest.raises(ValueError, match="site='z'"):
+    with pytest.raises(ValueError, match="'z' is no observed"):
         posterior.predict_y(np.zeros((5, 2)), site="z")
 
 

@@ -72,6 +72,16 @@ def test_labels_of_the_stock_route() -> None:
         svi.init(KEY, X, 2 * y - 1, inducing=X[:5])
 
 
+def test_one_distribution_of_many_data() -> None:
+    def model(y):
+        numpyro.sample(
+            "y", dist.Normal(numpyro.sample("f", dist.Normal(0, 1)), 1), obs=y
+        )
+
+    with pytest.raises(ValueError, match=r"plate\('data', 7\), or .expand\(\[7\]\)"):
+        gpaug.AutoLatentGaussian(model).setup(jnp.ones(7))
+
+
 def test_latents_no_guide_can_take() -> None:
     X, y = toy(12)
 

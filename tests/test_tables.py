@@ -28,20 +28,32 @@ def test_choices_of_lengthscales_and_inducing_inputs(checkers, monkeypatch):
     X, y = checkers
     classifier = TableClassifier(num_inducing=20, steps=40).fit(X[:200], y[:200])
     assert list(classifier.classes_) == ["black", "white"]
-    assert classifier._given["apart"]
-    assert len(classifier._given["Z"]) == 60
+    given = classifier.result_.kwargs
+    assert given["apart"]
+    assert len(given["Z"]) == 60
     p = classifier.predict_proba(X[200:])
     np.testing.assert_allclose(p.sum(1), 1, rtol=1e-5)
     assert classifier.score(X[200:], y[200:]) > 0.7
 
 
-def test_separate_lengthscales_that_do_not_pay(checkers, monkeypatch):
-    """The fit before is kept whole: its lengthscale was once read as several."""
+def test_what_labels_that_are_left_out_choose(monkeypatch):
+    """One scale for all columns, so that noise in columns that hardly vary is not made
+    as large as the rest; and half a lengthscale, as often as it is better. The fit that
+    is kept is kept whole: its lengthscale was once read as several."""
+    score = TableClassifier._score
+
+    def short(self, fit):
+        return score(self, fit) - 100 * max(fit.medians["lengthscale"], 0.6)
+
+    monkeypatch.setattr(TableClassifier, "_score", short)
     monkeypatch.setattr(tables, "FEW", 3)
-    monkeypatch.setattr(tables, "GAIN", np.inf)
-    X, y = checkers
-    classifier = TableClassifier(num_inducing=60, steps=2).fit(X[:60], y[:60])
-    assert classifier.predict_proba(X[60:]).shape == (180, 2)
+    monkeypatch.setattr(tables, "UNEXPLAINED", 1)
+    X = RNG.normal(size=(180, 8)) * [1, 1, *[0.01] * 6]
+    y = X[:, 0] * X[:, 1] > 0
+    classifier = TableClassifier(num_inducing=40, steps=10).fit(X[:80], y[:80])
+    assert classifier.score(X[80:], y[80:]) > 0.8
+    assert np.ptp(classifier._scale) == 0
+    assert 0.4 < classifier.result_.params["lengthscale_auto_loc"] < 0.6
 
 
 @pytest.mark.slow

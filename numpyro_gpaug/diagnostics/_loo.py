@@ -175,6 +175,8 @@ def compare(
     better     0      0
     poor       1      0
     """
+    if not isinstance(trees, Mapping):
+        raise TypeError(f"trees is a {type(trees).__name__}: expected a dict by name")
     if len(trees) < 2:
         raise ValueError(f"trees holds {list(trees)}: there is nothing to compare")
     arrays = {n: np.asarray(x) for n, x in trees.items() if _is_array(x)}

@@ -43,6 +43,8 @@ def write(
     target = Path(path).resolve()
     if not target.parent.is_dir():
         raise FileNotFoundError(f"{path}: there is no folder {target.parent}")
+    if target.is_dir():
+        raise IsADirectoryError(f"{path} is a folder: pass the path of a file")
     _remove_abandoned(target.parent)
     text = json.dumps(header)
     checksum = _checksum(text, arrays)

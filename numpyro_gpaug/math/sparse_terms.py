@@ -41,7 +41,9 @@ def sum_of_terms(terms: Iterable[Any], name: str) -> tuple[Pattern, Array]:
     found = [_entries(matrix, name) for _, matrix in terms]
     sizes = {entries.size for entries in found}
     if len(sizes) != 1:
-        raise ValueError(f"{name} is a sum of matrices with {sorted(sizes)} rows")
+        raise ValueError(
+            f"{name} is a sum of matrices whose sizes differ: {sorted(sizes)}"
+        )
     (size,) = sizes
     rows = np.concatenate([entries.rows for entries in found])
     columns = np.concatenate([entries.columns for entries in found])

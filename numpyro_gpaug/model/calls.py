@@ -27,7 +27,7 @@ def check_key(key: Any) -> None:
     if not (typed and ndim == 0) and not (dtype == np.uint32 and ndim == 1):
         what = f"shape {np.shape(key)} and dtype {dtype}" if dtype else repr(key)
         raise TypeError(
-            f"the first argument must be a random key, jax.random.key(0). Got {what}"
+            f"expected a random key, such as jax.random.key(0), and got {what}"
         )
 
 

@@ -46,7 +46,7 @@ def argument_names(model: Callable[..., Any], given: int) -> list[str]:
     return names
 
 
-# Labels of the codes of an argument, by its name.
+# Labels of the codes of an argument, by its name; names of columns, by "name.columns".
 Labels = dict[str, tuple[str, ...]]
 
 _DAYS = "(({0} - {0}.min()) / numpy.timedelta64(1, 'D')).astype('float32')"
@@ -60,7 +60,7 @@ class Columns(NamedTuple):
 
     :param args: positional arguments.
     :param kwargs: keyword arguments.
-    :param labels: labels of the arguments that were categories.
+    :param labels: labels of the arguments that were categories, and columns of tables.
     """
 
     args: tuple[Any, ...]
@@ -80,9 +80,11 @@ class Columns(NamedTuple):
         :param model: the model.
         :param args: its arguments.
         :param kwargs: its keyword arguments.
-        :param known: labels of the fit, in predictions: their codes are used.
+        :param known: labels of the fit, in predictions: their codes are used, and the
+            columns of tables are found by name.
         :raises TypeError: for text, dates and durations.
-        :raises ValueError: for categories that are missing, or not in the fit.
+        :raises ValueError: for categories that are missing, or not in the fit, and for
+            columns that are missing.
         """
         known = known or {}
         names = argument_names(model, len(args))[: len(args)]
@@ -97,6 +99,11 @@ class Columns(NamedTuple):
             text = isinstance(value, np.ndarray) and value.dtype.kind in "UO"
             if not is_column(value) and not (text and name in known):
                 return value
+            if hasattr(value, "columns"):
+                columns = _columns(name, value, known.get(f"{name}.columns"))
+                if all(isinstance(k, str) for k in columns):
+                    labels[f"{name}.columns"] = tuple(columns)
+                return _table(name, value, columns)
             found, own = _column(name, value, known.get(name))
             if own is not None:
                 labels[name] = own
@@ -142,10 +149,7 @@ def check_dates(name: str, value: np.ndarray) -> None:
 def _column(
     name: str, value: Any, known: tuple[str, ...] | None
 ) -> tuple[np.ndarray, tuple[str, ...] | None]:
-    """Return a column, or a table of numbers, as an array, and its labels if it was one
-    of categories."""
-    if hasattr(value, "columns"):
-        return _table(name, value), None
+    """Return a column as an array, and its labels if it was one of categories."""
     categories = _categories(value)
     if categories is None and known is None:
         return _numbers(name, value), None
@@ -207,9 +211,9 @@ def _numbers(name: str, value: Any) -> np.ndarray:
             check_dates(name, present.astype("datetime64[us]"))
         if not all(isinstance(x, bool | int | float | np.number) for x in present):
             raise TypeError(
-                f"{name} contains text. Pass categories, {name}.astype('category') of "
-                "pandas or .cast(polars.Categorical): the model gets their codes, and "
-                "summaries their labels"
+                f"{name} contains text. Convert it by .astype('category') of pandas "
+                "or .cast(polars.Categorical): the model gets codes, and summaries "
+                "labels"
             )
     kinds = {type(x) for x in present}
     if not missing.any():
@@ -225,10 +229,18 @@ def _kind(kinds: set[type]) -> type:
     return int if whole else float
 
 
-def _table(name: str, value: Any) -> np.ndarray:
-    """Return a table of numbers, rows first."""
+def _columns(name: str, value: Any, known: tuple[str, ...] | None) -> list[Any]:
+    """Return the names of the columns of a table, in the order of the fit."""
+    columns = list(value.columns)
+    if missing := [k for k in known or () if k not in columns]:
+        raise ValueError(f"{name} lacks the column {missing[0]!r} of the fit")
+    return list(known or columns)
+
+
+def _table(name: str, value: Any, names: Sequence[Any]) -> np.ndarray:
+    """Return columns of a table of numbers as an array, rows first."""
     columns = []
-    for k in value.columns:
+    for k in names:
         own = f"column {k!r} of {name}"
         if _categories(value[k]) is not None:
             raise TypeError(
@@ -245,7 +257,7 @@ def _table(name: str, value: Any) -> np.ndarray:
 def labelled(
     entry: str, axes: Mapping[str, Sequence[str]], labels: Mapping[str, Sequence[str]]
 ) -> str:
-    """Return the name of an entry of a site, with labels in place of places.
+    """Return the name of an entry of a site, with labels instead of positions.
 
     :param entry: ``effect[2]``.
     :param axes: by site, the argument that indexes each axis; empty for none.

@@ -86,17 +86,24 @@ def check_shape(name: str, site: dict[str, Any]) -> None:
         # Logits of shape (N,) belong to a single datum with N classes.
         single = isinstance(base, CategoricalLogits) and base.logits.shape == shape
         hint = "; for C classes give the process num_latents=C" if single else ""
-        columns = shape[:-1] == expected and base.is_discrete
-        if columns and not (single or base.event_shape):
-            cure = "y.argmax(-1)" if shape[-1] > 1 else "y[..., 0]"
-            hint = (
-                "; labels are one whole number per datum, not columns (of 0 and 1, one "
-                f"for each class): pass {cure}, of shape {expected}"
-            )
+        if shape[:-1] == expected and not (single or base.event_shape):
+            if shape[-1] == 1:
+                hint = f"; pass y[..., 0], of shape {expected}"
+            elif base.is_discrete:
+                hint = (
+                    "; labels are one whole number per datum, not columns of 0 and 1: "
+                    f"pass y.argmax(-1), of shape {expected}"
+                )
         if expected == 2 * shape[-1:] and shape == shape[-1:]:
             hint += (
                 f"; a column ({shape[0]}, 1) with rows ({shape[0]},) broadcasts to a "
                 "square: index or squeeze the column, X[:, 0]"
+            )
+        extra = shape[: len(shape) - len(expected)]
+        if extra and not hint and shape == extra + expected:
+            hint = (
+                "; for data that share it write numpyro.plate('data', "
+                f"{extra[-1]}), or .expand({list(extra + fn.batch_shape)})"
             )
         raise ValueError(
             f"site {name!r}: observations have shape {shape}, but the model gives them "

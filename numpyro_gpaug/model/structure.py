@@ -24,6 +24,7 @@ from numpyro_gpaug.math import sparse_cholesky
 from numpyro_gpaug.math.sparse_terms import by_columns
 from numpyro_gpaug.model.arguments import Arguments, is_array
 from numpyro_gpaug.model.closures import count_run
+from numpyro_gpaug.model.columns import argument_names
 
 Trace = dict[str, dict[str, Any]]
 
@@ -180,25 +181,32 @@ def run_model(
         policy = residual_policy(filled, "mean")
         try:
             return handlers.trace(policy).get_trace(*args, **kwargs)
-        except (TypeError, ValueError) as error:
+        except (AssertionError, TypeError, ValueError) as error:
             if not getattr(error, "__notes__", ()):
-                error.add_note(_given(args, kwargs, error))
+                error.add_note(_given(model, args, kwargs, error))
             raise
 
 
-def _given(args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> str:
+def _given(
+    model: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    error: Exception,
+) -> str:
     """Describe the arguments of a model, for the message of an error inside it."""
-    named = [*((str(i), x) for i, x in enumerate(args)), *kwargs.items()]
-    arrays = {k: x for k, x in named if is_array(x)}
+    named = [*zip(argument_names(model, len(args)), args, strict=False)]
+    arrays = {k: x for k, x in [*named, *kwargs.items()] if is_array(x)}
     shapes = [f"{k}: {x.dtype}{list(x.shape)}" for k, x in arrays.items()]
-    said = f"The model was given arrays, by place or name, {', '.join(shapes)}"
+    said = f"The model was given the arrays {', '.join(shapes)}"
     rows = {len(x) for x in arrays.values() if x.ndim}
     if len(rows) > 1:
         said += f"; their lengths are {sorted(rows)}"
     if "incompatible shapes for broadcasting" in str(error):
-        said += ". Rows take the members of a latent by an index, effect[group]"
+        said += ". Index latents of groups by the codes of rows, effect[group]"
     if "ndexer must have integer" in str(error):
         said += "; codes that index are whole numbers: pass codes.astype(int)"
+    if "must have unique names" in str(error):
+        said += ". Call a process once, f = gp(X) at all inputs, and index f[a], f[b]"
     return said
 
 

@@ -378,8 +378,9 @@ def explain_failure(
     raise CholeskyError(
         "the evidence lower bound is not finite"
         + (f"; params {broken} are not finite" if broken else "")
-        + ". Likely causes: a learning rate that is too large, inputs that are not "
-        "standardised, or a kernel that is not finite at these inputs"
+        + ". Likely causes: a density or a derivative that is not finite at values "
+        "that its latents may take, inputs that are not standardised, a kernel that is "
+        "not finite at these inputs, or a learning rate of optax that is too large"
     )
 
 

@@ -416,7 +416,6 @@ def one_of(candidates: Any, name: str | None, what: str) -> Any:
     if name is None and len(names) == 1:
         return candidates[0]
     if name not in names:
-        raise ValueError(
-            f"site={name!r}: the model's choices of {what} are {names}; pass site=..."
-        )
+        wrong = "" if name is None else f"{name!r} is no {what}. "
+        raise ValueError(f"{wrong}Pass site=..., one of {names}")
     return candidates[names.index(name)]

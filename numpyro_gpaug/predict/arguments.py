@@ -167,6 +167,7 @@ class FitArguments(NamedTuple):
         positional = dict(zip(parameters, args, strict=False))
         self._refuse_rows_of_fit(positional, kwargs)
         self._refuse_inducing({**positional, **kwargs})
+        self._refuse_columns(model, positional | kwargs, lambda: weighing(arguments))
         self._warn_of_far({**positional, **kwargs}, lambda: weighing(arguments))
         flags = [
             flag for flag, x in new for leaf in jax.tree.leaves(x) if is_array(leaf)
@@ -224,6 +225,34 @@ class FitArguments(NamedTuple):
                     f"{name!r} determines inducing inputs or hyperparameters, and "
                     "differs from the fit. Leave it out: the posterior keeps that of "
                     "the fit"
+                )
+
+    def _refuse_columns(
+        self, model: Model, given: Values, weighing: Callable[[], Any]
+    ) -> None:
+        """Raise for an argument whose columns weigh latents, and are more or fewer than
+        in the fit: more weights would follow their prior, in silence. Columns that
+        observations have, too, are members of a plate, which may be new.
+
+        :param model: the model.
+        :param given: arguments of a prediction, by name.
+        :param weighing: returns the names of the arguments on which the weights depend.
+        """
+        args, others = self.data
+        of_fit = dict(zip(argument_names(model, len(args)), args, strict=False))
+        of_fit |= {**self.kwargs, **others}
+        shapes: dict[str, tuple[int, ...]]
+        shapes = {k: getattr(x, "shape", ()) for k, x in of_fit.items()}
+        members = {n for k in self.observations for n in shapes.get(k, ())[1:]}
+        for name in given.keys() & shapes.keys() - {*self.shared, *self.observations}:
+            here: tuple[int, ...] = getattr(given[name], "shape", ())
+            known = shapes[name]
+            if len(here) != 2 or len(known) != 2 or here[1] == known[1]:
+                continue
+            if known[1] not in members and name in (weighing() or ()):
+                raise ValueError(
+                    f"{name} has {here[1]} columns, and had {known[1]} in the fit. "
+                    "Pass the same columns, in the same order"
                 )
 
     def _warn_of_far(

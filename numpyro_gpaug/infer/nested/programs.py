@@ -260,8 +260,8 @@ class Programs:
     def factors_at(
         self, point: np.ndarray, factors: Any, z: np.ndarray, data: Arguments
     ) -> Any:
-        """Return factors centred on latents (k, size), as narrow as given ones, with a
-        leading axis of length k. See
+        """Return factors with the widths of given ones, centred on latents (k, size),
+        with a leading axis of length k. See
         :func:`~numpyro_gpaug.infer.nested.bound.moved_to`.
 
         :param point: unconstrained hyperparameters, (d,).

@@ -303,8 +303,8 @@ class InducingMoves:
         before: Values,
         values: Values,
     ) -> Values:
-        """Return the old values of arguments from which inducing inputs are computed,
-        and which have changed.
+        """Return the old values of the arguments that determine inducing inputs, and
+        have changed.
 
         :param args: the model's arguments.
         :param kwargs: its keyword arguments.
