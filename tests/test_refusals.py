@@ -235,6 +235,25 @@ def test_effects_that_are_points_beside_their_scale_are_named() -> None:
     gpaug.AutoLatentGaussian(model, other=AutoNormal).setup(*data)
 
 
+@pytest.mark.parametrize("latent", ["shift", "effect"])
+def test_data_that_leave_the_support_are_refused(latent) -> None:
+    """The density of a shifted log-normal is not finite there."""
+
+    def model(y, kind):
+        level = numpyro.sample("level", dist.Normal(0, 1))
+        shift = numpyro.sample("shift", dist.HalfNormal(1))
+        effect = numpyro.sample("effect", dist.Normal(0, 1))
+        moved = y - (shift if latent == "shift" else effect)
+        with numpyro.plate("data", len(y)):
+            numpyro.sample("y", kind(level), obs=moved)
+
+    y = 2 + jnp.arange(9.0)
+    with pytest.raises(gpaug.NotConjugateError, match=rf"Exponential .*\['{latent}'\]"):
+        gpaug.NestedVI(model).run(KEY, y, lambda x: dist.Exponential(jnp.exp(x)))
+    if latent == "shift":
+        gpaug.AutoLatentGaussian(model).setup(y, lambda x: dist.LogNormal(x, 0.5))
+
+
 def test_names_that_share_a_prefix_survive() -> None:
     def model(X, y=None):
         w = numpyro.sample("w", dist.Normal(0, 1).expand([2]).to_event(1))

@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpyro
 import numpyro.distributions as dist
 from jax import Array
 
@@ -305,6 +306,7 @@ def inspect_model(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Struc
     if survey.observed:
         survey.refuse(others)
         _refuse_residuals(others, [b.name for b in processes])
+        _refuse_moving_support(survey)
     gaussian = {site.name for site in survey.candidates}
     return Structure(
         blocks=blocks,
@@ -316,6 +318,51 @@ def inspect_model(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Struc
         process_names=tuple(b.name for b in blocks if b.is_process),
         gaussian_others=tuple(n for n in others if n in gaussian),
     )
+
+
+def _refuse_moving_support(survey: Survey) -> None:
+    """Raise for data that leave the support of their distribution at some values of
+    latents, if its density is finite there: fits do not check the support. A density
+    that is not finite there, as of a shifted log-normal, needs no check.
+
+    :param survey: the survey of the model.
+    """
+    dtype = jnp.result_type(float)
+
+    def traced(values: dict[str, Any]) -> Any:
+        return run_model(survey.model, survey.arguments, fixed_key(), values)
+
+    def masks(values: dict[str, Any]) -> dict[str, Any]:
+        trace = traced(values)
+        sites = {name: trace[name] for name in survey.limited}
+        return {k: s["fn"].support(s["value"]) for k, s in sites.items()}
+
+    if not survey.limited:
+        return
+    names = [k for k in survey.latent if k not in survey.scanned]
+    found = dependence_tree(
+        masks, {k: jax.ShapeDtypeStruct(survey.shapes[k], dtype) for k in names}
+    )
+    for name in survey.limited:
+        moving = sorted(_sources(found[name]))
+        if moving and _is_finite_outside(traced({})[name]):
+            raise NotConjugateError(
+                f"whether the data of {name!r} are in the support of "
+                f"{survey.classes[name].__name__} depends on {moving}, and its density "
+                "is finite outside. Fits do not check the support. MCMC(NUTS(model)) "
+                "samples this model"
+            )
+
+
+def _is_finite_outside(site: dict[str, Any]) -> bool:
+    """Whether the density of a site is finite at values far outside of its support."""
+    fn, value = site["fn"], jnp.asarray(site["value"])
+    far = 1e3 * (1 + jnp.abs(value))
+    with numpyro.validation_enabled(is_validate=False):
+        return any(
+            bool((jnp.isfinite(fn.log_prob(x)) & ~fn.support(x)).any())
+            for x in (value - far, value + far)
+        )
 
 
 def _refuse_residuals(others: tuple[str, ...], processes: list[str]) -> None:
@@ -807,6 +854,7 @@ def _read(
     check_indices(found.program)
     names = {s.name for s in sites}
     others = {k: survey.shapes[k] for k in survey.latent if k not in names}
+    _refuse_moving_support(survey)
     if any(others.values()):
         given = survey.model, survey.arguments, others
         check_indices(program_of_others(*given, {}, survey.dtype))

@@ -43,7 +43,8 @@ class Survey:
     precision), ``blocks`` (the processes and the vector normals) with the shapes of
     their ``inputs``, processes that are ``chains``, inducing values of processes that
     are ``uncalled``, latents that are ``discrete``, ``loaded`` processes, whose outputs
-    share latents, the plates that sites are ``inside`` of, and the ``dtype`` of the
+    share latents, the plates that sites are ``inside`` of, ``limited`` sites, whose
+    observations are continuous and not any real numbers, and the ``dtype`` of the
     Gaussian.
 
     :param model: a NumPyro model.
@@ -78,6 +79,7 @@ class Survey:
         self.chains: list[str] = []
         self.uncalled: list[str] = []
         self.discrete: list[str] = []
+        self.limited: list[str] = []
         dtypes: list[Any] = []
 
         def abstract(arrays: tuple[Array, ...]) -> Trace:
@@ -153,6 +155,8 @@ class Survey:
                     self.observed.append(name)
                     self.classes[name] = type(base_distribution(site["fn"]))
                     self.correlated[name] = correlated_axes(site["fn"])
+                    if _is_limited(site["fn"]):
+                        self.limited.append(name)
                 else:
                     self.latent.append(name)
                     self._visit_block(name, site, called)
@@ -212,6 +216,12 @@ class Survey:
             self.scanned.append(name)
         elif own := field(site["fn"]):
             self.fields[name] = own
+
+
+def _is_limited(fn: Any) -> bool:
+    support = base_distribution(fn).support
+    anywhere = support is None or support in (constraints.real, constraints.real_vector)
+    return not (anywhere or support.is_discrete)
 
 
 def _block(name: str, site: str, message: dict[str, Any]) -> Block:
