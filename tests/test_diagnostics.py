@@ -485,6 +485,7 @@ def test_reliability_is_that_of_scikit_learn_and_keeps_empty_bins():
         ([0.5, 0.5], ["a", "b"], "labels 0 to 1"),
         ([[0.5, 0.2]], [0], "rows must sum to 1"),
         ([[0.5, 0.5]], [2], "labels 0 to 1; it holds"),
+        (dist.Bernoulli(0.5), [1], "pass its probabilities"),
     ],
 )
 def test_bad_probabilities_and_labels(probs, y, message):

@@ -115,6 +115,11 @@ def expected_calibration_error(
 def _check_probabilities(
     probs: ArrayLike, y: ArrayLike
 ) -> tuple[np.ndarray, np.ndarray]:
+    if hasattr(probs, "log_prob"):
+        raise ValueError(
+            f"probs is a {type(probs).__name__}; pass its probabilities, "
+            "predict_y(X).probs"
+        )
     p, labels = np.asarray(probs, float), np.asarray(y)
     if p.ndim not in (1, 2) or p.size == 0 or labels.shape != p.shape[:1]:
         raise ValueError(

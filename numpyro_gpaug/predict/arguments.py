@@ -232,7 +232,8 @@ class FitArguments(NamedTuple):
     ) -> None:
         """Raise for an argument whose columns weigh latents, and are more or fewer than
         in the fit: more weights would follow their prior, in silence. Columns that
-        observations have, too, are members of a plate, which may be new.
+        observations have, too, are members of a plate, which may be new, and a square
+        matrix is one of rows by rows.
 
         :param model: the model.
         :param given: arguments of a prediction, by name.
@@ -241,13 +242,13 @@ class FitArguments(NamedTuple):
         args, others = self.data
         of_fit = dict(zip(argument_names(model, len(args)), args, strict=False))
         of_fit |= {**self.kwargs, **others}
-        shapes: dict[str, tuple[int, ...]]
-        shapes = {k: getattr(x, "shape", ()) for k, x in of_fit.items()}
+        shapes = {k: _shape(x) for k, x in of_fit.items()}
         members = {n for k in self.observations for n in shapes.get(k, ())[1:]}
         for name in given.keys() & shapes.keys() - {*self.shared, *self.observations}:
-            here: tuple[int, ...] = getattr(given[name], "shape", ())
-            known = shapes[name]
+            here, known = _shape(given[name]), shapes[name]
             if len(here) != 2 or len(known) != 2 or here[1] == known[1]:
+                continue
+            if here[0] == here[1] and known[0] == known[1]:
                 continue
             if known[1] not in members and name in (weighing() or ()):
                 raise ValueError(
@@ -375,7 +376,11 @@ def _ranges(x: Any) -> tuple[Range, ...]:
 def _lengths(tree: Any) -> set[int]:
     """The lengths of the arrays of an argument."""
     leaves = jax.tree.leaves(tree)
-    return {x.shape[0] for x in leaves if getattr(x, "shape", ())}
+    return {x.shape[0] for x in leaves if is_array(x) and x.shape}
+
+
+def _shape(x: Any) -> tuple[int, ...]:
+    return x.shape if is_array(x) or isinstance(x, jax.ShapeDtypeStruct) else ()
 
 
 def _by_shape(leaf: Any) -> Any:
