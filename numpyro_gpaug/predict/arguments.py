@@ -115,7 +115,7 @@ class FitArguments(NamedTuple):
         if any(k not in shared for k in kept):
             positional = zip(parameters, args, strict=False)
             seen = {k: _seen(x) for k, x in positional if k not in observations}
-        seen |= {k: _seen(x) for k, x in kept.items() if k in inducing}
+        seen |= {k: _seen(_numbers(x)) for k, x in kept.items() if k in inducing}
         told = {k: x for k, x in seen.items() if x is not None}
         rowwise = {k: x for k, x in named.items() if k not in (*shared, *observations)}
         _warn_of_pooled([k for k in pooled if k in rowwise])
@@ -126,7 +126,7 @@ class FitArguments(NamedTuple):
     def holding(self, kwargs: dict[str, Any]) -> FitArguments:
         """Return a copy with other keyword arguments of the fit."""
         seen: dict[str, int | None] = dict(self.fingerprints)
-        seen |= {k: _seen(x) for k, x in kwargs.items() if k in seen}
+        seen |= {k: _seen(_numbers(x)) for k, x in kwargs.items() if k in seen}
         told = {k: x for k, x in seen.items() if x is not None}
         return self._replace(kwargs={**self.kwargs, **kwargs}, fingerprints=told)
 
@@ -220,7 +220,8 @@ class FitArguments(NamedTuple):
         :param given: arguments of a prediction, by name.
         """
         for name in given.keys() & self.kwargs.keys() & self.fingerprints.keys():
-            if _seen(given[name]) not in (None, self.fingerprints[name]):
+            found = _seen(_numbers(given[name]))
+            if found not in (None, self.fingerprints[name]):
                 raise ValueError(
                     f"{name!r} determines inducing inputs or hyperparameters, and "
                     "differs from the fit. Leave it out: the posterior keeps that of "
@@ -338,6 +339,13 @@ def _seen(tree: Any) -> int | None:
     ):
         return None
     return int(fingerprint(np.asarray(x, np.float32) for x in arrays))
+
+
+def _numbers(tree: Any) -> list[Any]:
+    """The arrays of an argument, with numbers as arrays."""
+    leaves = jax.tree.leaves(tree)
+    numbers = [np.asarray(x) if isinstance(x, int | float) else x for x in leaves]
+    return [x for x in numbers if is_array(x)]
 
 
 def _warn_of_pooled(names: list[str]) -> None:
