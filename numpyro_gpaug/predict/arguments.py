@@ -384,7 +384,7 @@ def _ranges(x: Any) -> tuple[Range, ...]:
 def _lengths(tree: Any) -> set[int]:
     """The lengths of the arrays of an argument."""
     leaves = jax.tree.leaves(tree)
-    return {x.shape[0] for x in leaves if is_array(x) and x.shape}
+    return {n for x in leaves for n in _shape(x)[:1]}
 
 
 def _shape(x: Any) -> tuple[int, ...]:
