@@ -18,7 +18,7 @@ from numpyro_gpaug.gaussians.base import GaussianFactors
 from numpyro_gpaug.gaussians.rows import Rows
 from numpyro_gpaug.math.sparse_pattern import Pattern
 from numpyro_gpaug.model.costs import FIT, Purpose
-from numpyro_gpaug.model.inspect import inspect_joint
+from numpyro_gpaug.model.reading import inspect_joint
 from tests.conftest import enable_x64
 
 KEY = jax.random.key(0)

@@ -22,7 +22,7 @@ from numpyro_gpaug.infer.nested import group_draws
 from numpyro_gpaug.infer.vi.checks import check_basis
 from numpyro_gpaug.math.sparse_cholesky import with_sums
 from numpyro_gpaug.math.sparse_pattern import Pattern
-from numpyro_gpaug.model import inspect
+from numpyro_gpaug.model import reading
 from numpyro_gpaug.model.costs import WHITE
 from numpyro_gpaug.model.gaussians import field
 from numpyro_gpaug.testing import check_structure
@@ -58,7 +58,7 @@ MESH = gpaug.spatial.Mesh.around(PLACES, max_edge=0.35, offset=0.2)
 @pytest.fixture
 def always_sparse(monkeypatch):
     """However few the nodes are."""
-    monkeypatch.setattr(inspect, "FEWEST_NODES", 1)
+    monkeypatch.setattr(reading, "FEWEST_NODES", 1)
     monkeypatch.setattr(Dense, "cost", lambda *args: np.inf)
 
 
@@ -380,7 +380,7 @@ def test_integrated_hyperparameters_of_a_field(always_sparse, monkeypatch):
     monkeypatch.setattr(group_draws, "FEWEST", 8)
     found = []
     for fewest in (1, np.inf):
-        monkeypatch.setattr(inspect, "FEWEST_NODES", fewest)
+        monkeypatch.setattr(reading, "FEWEST_NODES", fewest)
         nested = gpaug.NestedVI(model, num_points=128, progress_bar=False)
         nested.run(KEY, AREA, X, y=COUNTS)
         found.append(nested)

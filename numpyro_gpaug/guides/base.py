@@ -25,11 +25,12 @@ from numpyro_gpaug.math.compiling import ahead, once
 from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.closures import Version, watched
 from numpyro_gpaug.model.display import latent_rows, observed_rows
-from numpyro_gpaug.model.inspect import inspect_model, structure_at, warn_of_modes
+from numpyro_gpaug.model.inspect import inspect_model, structure_at
 from numpyro_gpaug.model.jaxpr import dependence_on_arrays
 from numpyro_gpaug.model.joint import Codes
 from numpyro_gpaug.model.latents import Structure
 from numpyro_gpaug.model.observations import check_observations
+from numpyro_gpaug.model.pitfalls import warn_of_modes
 from numpyro_gpaug.model.starts import MedianStart
 from numpyro_gpaug.model.structure import (
     Block,

@@ -30,9 +30,9 @@ from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.costs import FIT, WHITE
 from numpyro_gpaug.model.forms import refuse_large
 from numpyro_gpaug.model.gaussians import field
-from numpyro_gpaug.model.inspect import inspect_joint
 from numpyro_gpaug.model.joint import Codes, JointView
 from numpyro_gpaug.model.latents import JOINT, Grouping, Structure
+from numpyro_gpaug.model.reading import inspect_joint
 from numpyro_gpaug.model.structure import Block, Trace, fixed_key, from_cache
 from numpyro_gpaug.model.whitened import whitened
 

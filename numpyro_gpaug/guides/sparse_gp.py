@@ -28,8 +28,8 @@ from numpyro_gpaug.guides.function_posterior import (
 )
 from numpyro_gpaug.math.linalg import precise
 from numpyro_gpaug.model.arguments import Arguments, Model, Values
-from numpyro_gpaug.model.inspect import warn_of_points
 from numpyro_gpaug.model.latents import Structure
+from numpyro_gpaug.model.reading import warn_of_points
 from numpyro_gpaug.model.structure import Block, Trace, flat_functions, run_model
 from numpyro_gpaug.model.view import prior_of
 

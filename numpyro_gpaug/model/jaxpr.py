@@ -111,6 +111,14 @@ class Leaf:
         self.state, self.variable = state, variable
 
 
+def inputs_of(tree: Any) -> set[str]:
+    """Return the names of the inputs that the leaves of a tree depend on.
+
+    :param tree: a tree of :class:`Leaf`.
+    """
+    return {name for leaf in jax.tree.leaves(tree) for name in leaf.state}
+
+
 def dependence_tree(fn: Callable[[dict[str, Any]], Any], inputs: dict[str, Any]) -> Any:
     """Return the dependence of every output of ``fn`` on every named input. The
     function is called once.

@@ -25,9 +25,10 @@ from numpyro_gpaug.likelihoods.expectations import Route
 from numpyro_gpaug.model.arguments import Arguments, Model
 from numpyro_gpaug.model.closures import Version
 from numpyro_gpaug.model.costs import SAMPLE
-from numpyro_gpaug.model.inspect import in_form, inspect_model, read_joint
+from numpyro_gpaug.model.inspect import inspect_model
 from numpyro_gpaug.model.joint import JointView, function_values
 from numpyro_gpaug.model.latents import GaussianSite, Structure
+from numpyro_gpaug.model.reading import in_form, read_joint
 from numpyro_gpaug.model.structure import Block, flat_functions, run_model
 from numpyro_gpaug.model.view import ModelView
 

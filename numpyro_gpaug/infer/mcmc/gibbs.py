@@ -33,10 +33,10 @@ from numpyro_gpaug.math.linalg import precise
 from numpyro_gpaug.model.arguments import Arguments, Model
 from numpyro_gpaug.model.closures import Version
 from numpyro_gpaug.model.costs import SAMPLE
-from numpyro_gpaug.model.inspect import in_form, read_joint
 from numpyro_gpaug.model.jaxpr import dependence_tree
 from numpyro_gpaug.model.joint import REGISTERED, JointView
 from numpyro_gpaug.model.latents import Structure
+from numpyro_gpaug.model.reading import in_form, read_joint
 from numpyro_gpaug.model.structure import Observed, Trace, flat_functions, run_model
 
 INSTEAD = "EllipticalSlice(model) and MCMC(NUTS(model)) sample it"

@@ -31,7 +31,6 @@ from numpyro_gpaug.infer.vi.state import ConjugateState, Hyper, unknown_bound
 from numpyro_gpaug.likelihoods.expectations import base_distribution
 from numpyro_gpaug.math.sharding import latents_on_devices
 from numpyro_gpaug.model.arguments import Arguments, Model, Values
-from numpyro_gpaug.model.inspect import IN_DENSITY
 from numpyro_gpaug.model.joint import Codes
 from numpyro_gpaug.model.latents import Structure
 from numpyro_gpaug.model.observations import (
@@ -39,6 +38,7 @@ from numpyro_gpaug.model.observations import (
     invalid_error,
     valid_observations,
 )
+from numpyro_gpaug.model.reading import IN_DENSITY
 from numpyro_gpaug.model.structure import Trace
 from numpyro_gpaug.model.validation import check_param
 
