@@ -92,6 +92,18 @@ def test_columns_of_tables_are_found_by_name() -> None:
         Columns.read(model, (table[["a"]],), {}, labels)
 
 
+def test_arrow() -> None:
+    arrow = pytest.importorskip("pyarrow")
+    names = arrow.array(["b", "a", "b"])
+    for column in (names, arrow.chunked_array([names])):
+        codes, labels = read(column.dictionary_encode())
+        assert labels == ("b", "a")
+        np.testing.assert_array_equal(codes, [0, 1, 0])
+        with pytest.raises(TypeError, match="x contains text"):
+            read(column)
+    np.testing.assert_array_equal(read(arrow.array([1, None]))[0], [1, np.nan])
+
+
 def test_polars() -> None:
     polars = pytest.importorskip("polars")
     names = polars.Series(["b", "a", "b"])
@@ -115,6 +127,7 @@ def test_polars() -> None:
         (TABLE["name"], "x contains text. Convert it by .astype"),
         (TABLE["day"], r"x contains dates. Pass numbers, such as days since"),
         (pd.Index(TABLE["day"]), "x contains dates"),
+        (TABLE["day"].dt.tz_localize("UTC"), "x contains dates"),
         (TABLE["day"] - TABLE["day"][0], r"x contains durations.*timedelta64\(1, 'D'"),
         (TABLE[["dose", "herd"]], "column 'herd' of x contains categories"),
     ],

@@ -104,6 +104,7 @@ def test_latents_may_be_drawn_from_the_posterior() -> None:
             self.model = simulated
 
         def run(self, key, data, y=None):
+            assert self.progress_bar is False  # sbc shows one, or none
             if y is None:  # the posterior given the observations
                 return super().run(key, {"y": data}, None)
             if not seen:  # both data sets, and the prior once

@@ -201,7 +201,9 @@ def sbc(
     truth_key, fit_key, tie_key = random.split(key, 3)
     values: Values = {}
     if given_data:
-        values = _posterior_draws(fit(model), truth_key, args, kwargs, num)
+        given = fit(model)
+        given.progress_bar = progress_bar
+        values = _posterior_draws(given, truth_key, args, kwargs, num)
     try:
         truth, data = _drawn(model, arguments, random.split(truth_key, num), values)
     except NotImplementedError as error:
@@ -218,6 +220,7 @@ def sbc(
         )  # fmt: skip
         return Calibration(title, *_in_normals(fits, truth))
     likelihood = jit(partial(_likelihood, simulated))
+    fitter.progress_bar = False  # one bar, for all data sets
 
     def one(i: int) -> dict[str, np.ndarray]:
         here, true = ({k: x[i] for k, x in y.items()} for y in (data, truth))

@@ -97,6 +97,8 @@ class Columns(NamedTuple):
             if type(value) is dict:
                 return {k: one(f"{name}[{k!r}]", x) for k, x in value.items()}
             text = isinstance(value, np.ndarray) and value.dtype.kind in "UO"
+            if type(value).__module__.startswith("pyarrow"):
+                value = value.to_pandas()  # whose categories have labels
             if not is_column(value) and not (text and name in known):
                 return value
             if hasattr(value, "columns"):
@@ -208,7 +210,7 @@ def _numbers(name: str, value: Any) -> np.ndarray:
     present = found[~missing]
     if found.dtype.kind in "OUST":
         if any(hasattr(x, "year") for x in present[:1]):
-            check_dates(name, present.astype("datetime64[us]"))
+            check_dates(name, np.empty(0, "datetime64[us]"))
         if not all(isinstance(x, bool | int | float | np.number) for x in present):
             raise TypeError(
                 f"{name} contains text. Convert it by .astype('category') of pandas "
