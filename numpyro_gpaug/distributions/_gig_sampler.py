@@ -23,9 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax, random
 
+from numpyro_gpaug.distributions._rejection import REJECTED, accepted
 from numpyro_gpaug.math.bessel import energies, log_edge
-
-_COMPACT_FROM = 4096
 
 
 class Hat(NamedTuple):
@@ -69,8 +68,8 @@ def make_hat(big: Array, log_q: Array) -> Hat:
     return Hat(big, log_q, left, left_scale, right, right_scale)
 
 
-def _propose(key: Array, hat: Hat, shape: tuple[int, ...]) -> tuple[Array, Array]:
-    """Return one proposal of ``V`` per lane, and whether it is accepted."""
+def _propose(key: Array, hat: Hat, shape: tuple[int, ...]) -> Array:
+    """Return one proposal of ``V`` per lane."""
     dtype = hat.big.dtype
     tiny = float(jnp.finfo(dtype).tiny)
     u = random.uniform(key, (2, *shape), dtype, tiny, 1.0)
@@ -84,8 +83,9 @@ def _propose(key: Array, hat: Hat, shape: tuple[int, ...]) -> tuple[Array, Array
     v = jnp.where(in_left, hat.left_scale * left_log - hat.left, v)
     v = jnp.where(in_right, hat.right - hat.right_scale * right_log, v)
     near, far = energies(v, hat.big, hat.log_q)
-    # Not "<=": parameters that are not numbers must end the loop, with such a draw.
-    return v, ~(jnp.log(u[1]) + left_log + right_log > -(near + far))
+    rejected = jnp.log(u[1]) + left_log + right_log > -(near + far)
+    # Parameters that are not numbers end the loop, with such a draw.
+    return jnp.where(rejected, REJECTED, v)
 
 
 @partial(jax.jit, static_argnames="num")
@@ -96,42 +96,15 @@ def sample_log(key: Array, big: Array, log_q: Array, *, num: int) -> Array:
     """
     hat = make_hat(big, log_q)
     batch = big.shape[0]
-    total = num * batch
 
-    def until_accepted(key, hat, width, v, done):
-        def redraw(state):
-            count, v, done = state
-            v_new, ok = _propose(random.fold_in(key, count), hat, (width,))
-            return count + 1, jnp.where(done, v, v_new), done | ok
+    def first() -> Array:
+        return _propose(random.fold_in(key, 0), hat, (num, batch))
 
-        start = (0, v, done)
-        return lax.while_loop(lambda state: ~jnp.all(state[2]), redraw, start)[1]
+    def propose(count: Array | int, index: Array | np.ndarray) -> Array:
+        own = jax.tree.map(lambda a: a[index % batch], hat)
+        return _propose(random.fold_in(key, count), own, (len(index),))
 
-    def take(index):
-        return jax.tree.map(lambda a: a[index % batch], hat)
-
-    if total <= _COMPACT_FROM:
-        v, done = jnp.zeros(total, big.dtype), jnp.zeros(total, bool)
-        v = until_accepted(key, take(np.arange(total)), total, v, done)
-        return v.reshape(num, batch)
-
-    # One proposal in four is rejected at worst, mostly: looping over all lanes until
-    # the last is accepted would waste most of the work.
-    width = total // 4
-    v, done = _propose(key, hat, (num, batch))
-
-    def retry(state):
-        count, v, done = state
-        index = jnp.nonzero(~done, size=width, fill_value=total)[0]
-        key_next = random.fold_in(key, count)
-        blank = jnp.zeros(width, v.dtype)
-        v_sub = until_accepted(key_next, take(index), width, blank, index == total)
-        v = v.at[index].set(v_sub, mode="drop")
-        return count + 1, v, done.at[index].set(True, mode="drop")
-
-    start = (0, v.reshape(-1), done.reshape(-1))
-    _, v, _ = lax.while_loop(lambda state: ~jnp.all(state[2]), retry, start)
-    return v.reshape(num, batch)
+    return accepted(num * batch, big.dtype, first, propose).reshape(num, batch)
 
 
 def within_range(x: Array) -> Array:

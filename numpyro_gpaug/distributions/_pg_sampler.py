@@ -10,9 +10,7 @@ tilt. It can be shown that :math:`\rho_h` is a probability. Its log-concavity wa
 checked numerically for all shapes and values, but not proved.
 """
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,19 +18,17 @@ import numpy as np
 from jax import Array, lax, random
 
 from numpyro_gpaug.distributions._pg_rho import log_gap, tangent
+from numpyro_gpaug.distributions._rejection import REJECTED, accepted
 
 # Up to this shape the rounding of a plain difference of the table, in single
 # precision, costs no more than the table's own error.
 PLAIN_MAX = 32.0
-_QUEUE_FROM = 4096
-_SLOTS = 64
 
 
 def _propose(
     key: Array, h: Array, z: Array, shape: tuple[int, ...], divided: bool
 ) -> Array:
-    """Return one inverse-Gaussian proposal per lane, with a minus sign if it is
-    rejected."""
+    """Return one inverse-Gaussian proposal per lane."""
     dtype = h.dtype
     # One call to the generator: each call adds its own copy of the cipher to the
     # program, which takes longest to compile.
@@ -58,79 +54,23 @@ def _propose(
     # underflow.
     x = jnp.maximum(x, 4 * jnp.finfo(dtype).tiny)
     level = jnp.where(lower, level, (level - 1) * root)
-    # A second, Boolean result would take the compiler several times longer to fill.
-    return jnp.where(level <= jnp.exp(log_gap(x, at, divided=divided)), x, -x)
-
-
-def _running_count(flags: Array, halvings: int = 4) -> Array:
-    """Return the cumulative sum of integers, mostly in passes that vectorise."""
-    if halvings == 0:
-        return jnp.cumsum(flags)
-    odd = jnp.pad(flags, (0, len(flags) % 2))[1::2]
-    pairs = flags[::2] + odd
-    ends = _running_count(pairs, halvings - 1)
-    return jnp.stack([ends - odd, ends], axis=1).reshape(-1)[: len(flags)]
+    rejected = level > jnp.exp(log_gap(x, at, divided=divided))
+    # Parameters that are not numbers end the loop, with such a draw.
+    return jnp.where(rejected, REJECTED, x)
 
 
 @partial(jax.jit, static_argnames=("num", "divided"))
 def _sample(key: Array, h: Array, z: Array, *, num: int, divided: bool) -> Array:
     batch = z.shape[0]
-    total = num * batch
+
+    def first() -> Array:
+        return _propose(random.fold_in(key, 0), h, z, (num, batch), divided)
 
     def propose(count: Array | int, index: Array | np.ndarray) -> Array:
         own = h if h.size == 1 else h[index % batch], z[index % batch]
         return _propose(random.fold_in(key, count), *own, (len(index),), divided)
 
-    if total <= _QUEUE_FROM:
-
-        def redraw(state):
-            count, x = state
-            return count + 1, jnp.where(x < 0, propose(count, np.arange(total)), x)
-
-        start = (0, jnp.full(total, -1, z.dtype))
-        _, x = lax.while_loop(_any_rejected, redraw, start)
-    else:
-        x = _propose(random.fold_in(key, 0), h, z, (num, batch), divided).reshape(-1)
-        _, x = lax.while_loop(_any_rejected, partial(_by_queue, propose), (1, x))
-    return x.reshape(num, batch)
-
-
-def _any_rejected(state: tuple[Any, Array]) -> Array:
-    return jnp.any(state[1] < 0)
-
-
-def _by_queue(
-    propose: Callable[..., Array], state: tuple[Any, Array]
-) -> tuple[Any, Array]:
-    """Draw rejected lanes again until they are accepted, with a queue.
-
-    At most 19% of the lanes are rejected on average. Looping over all of them until the
-    last is accepted would waste most of the work. They form a queue instead, and a slot
-    whose lane was accepted takes the next one.
-    """
-    count, x = state
-    total = len(x)
-    slots, room = total // _SLOTS, total // 4
-    rank = _running_count(jnp.where(x < 0, 1, 0).astype(jnp.int32))
-    place = jnp.where((x < 0) & (rank <= room), rank - 1, room + slots)
-    queue = jnp.full(room + slots, total, jnp.int32)
-    queue = queue.at[place].set(jnp.arange(total, dtype=jnp.int32), mode="drop")
-
-    def serve(state):
-        count, cursor, lane, x = state
-        new = propose(count, lane)
-        x = x.at[jnp.where(new < 0, total, lane)].set(new, mode="drop")
-        rank = _running_count(jnp.where(new < 0, 0, 1).astype(jnp.int32))
-        # Past its end the queue holds no lane, and neither does its last entry.
-        following = queue.at[cursor + rank - 1].get(mode="clip")
-        lane = jnp.where(new < 0, lane, following)
-        return count + 1, cursor + rank[-1], lane, x
-
-    first = (count, jnp.int32(slots), queue[:slots], x)
-    count, _, _, x = lax.while_loop(
-        lambda state: jnp.any(state[2] < total), serve, first
-    )
-    return count, x
+    return accepted(num * batch, z.dtype, first, propose).reshape(num, batch)
 
 
 def sample(

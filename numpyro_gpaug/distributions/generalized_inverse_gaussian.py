@@ -63,7 +63,7 @@ def _shape(p: Array, a: Array, b: Array) -> _Shape:
     # Not the root of the product, which may leave the range of the dtype.
     omega = jnp.sqrt(rate) * jnp.sqrt(other)
     lam = jnp.where(flip, -p, p)
-    _, big, log_q = peak(lam, omega, _log_mean(rate, other, omega))
+    big, log_q = peak(lam, omega, _log_mean(rate, other, omega))
     root, inverse = jnp.sqrt(rate) / jnp.sqrt(big), jnp.sqrt(big) / jnp.sqrt(rate)
     return _Shape(flip, big, log_q, root, jnp.where(flip, inverse, root))
 

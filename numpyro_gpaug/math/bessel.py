@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Logarithm of the modified Bessel function of the second kind, and the averages
-that a generalised inverse Gaussian needs.
+r"""The integral behind the modified Bessel function of the second kind, and averages
+over its integrand: all that a generalised inverse Gaussian needs.
 
 From :math:`K_\nu(x) = \tfrac12\int e^{\nu t - x\cosh t}\,dt` [1, eq. 10.32.9], with
 :math:`S=\sqrt{\nu^2+x^2}`, :math:`P=S+|\nu|`, :math:`Q=S-|\nu|=x^2/P` and the peak
@@ -30,12 +30,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.typing import ArrayLike
 
-from numpyro_gpaug.math.arrays import floating
 from numpyro_gpaug.math.special import horner
-
-__all__ = ["log_bessel_k"]
 
 LOG2 = math.log(2.0)
 _BLOCK = 4
@@ -218,91 +214,7 @@ def _hypot_jvp(primals, tangents):
     return out, x / out * tangents[0] + y / out * tangents[1]
 
 
-def peak(
-    lam: Array, omega: Array, log_omega: Array | None = None
-) -> tuple[Array, Array, Array]:
-    """Return ``S``, ``P`` and ``log Q`` for the order ``lam >= 0`` and argument
-    ``omega``."""
-    size = _hypot(lam, omega)
-    big = size + lam
-    log_omega = jnp.log(omega) if log_omega is None else log_omega
-    return size, big, 2 * log_omega - jnp.log(big)
-
-
-def _asinh_ratio(lam: Array, omega: Array, big: Array) -> Array:
-    # The ratio overflows before its logarithm does.
-    small = lam < omega
-    ratio = lam / jnp.where(small, omega, 1.0)
-    return jnp.where(
-        small, jnp.arcsinh(jnp.where(small, ratio, 0.0)), jnp.log(big) - jnp.log(omega)
-    )
-
-
-def _slope_terms(u, right, left, big, log_q, lam, top, span):
-    t = top + u
-    flat = lam * span < 1
-    folded = -0.5 * jnp.expm1(-2 * jnp.where(flat, lam, 0.0) * t)
-    energy = right + left
-    weight = jnp.exp(-energy)
-    cosh = 0.5 * big * jnp.exp(u - energy) + jnp.exp(log_q - LOG2 - u - energy)
-    return weight * t * jnp.where(flat, folded, 1.0), cosh
-
-
-@jax.custom_jvp
-def _log_bessel_k(lam: Array, x: Array) -> Array:
-    size, big, log_q = peak(lam, x)
-    top = lam * _asinh_ratio(lam, x, big) - size
-    return top - LOG2 + log_peak_integral(big, log_q)
-
-
-@_log_bessel_k.defjvp
-def _log_bessel_k_jvp(primals, tangents):
-    lam, x = primals
-    d_lam, d_x = tangents
-    _, big, log_q = peak(lam, x)
-    top = _asinh_ratio(lam, x, big)
-    # K is an even function of the order. For a small order, rounding would destroy the
-    # average of t. Folding t and -t together needs the integrand on both sides.
-    span = lax.stop_gradient(top + log_edge(jnp.log(big), 38.0))
-    _, by_lam, cosh = averages(_slope_terms, big, log_q, lam, top, span)
-    by_x = -cosh / x
-    return _log_bessel_k(lam, x), by_lam * d_lam + by_x * d_x
-
-
-@jax.jit
-def log_bessel_k(nu: ArrayLike, x: ArrayLike) -> Array:
-    r""":math:`\log K_\nu(x)`, of any real order and positive argument.
-
-    Against 30-digit arithmetic, over :math:`|\nu|\le 50` and :math:`10^{-8}\le x\le
-    10^4`, the error relative to :math:`\max(1, |\log K|)` was at most 1e-14 in double
-    and 1e-6 in single precision. Where :math:`|\nu|\operatorname{asinh}(|\nu|/x)`
-    and :math:`\sqrt{\nu^2+x^2}` nearly cancel, the remaining error is their
-    rounding.  Smaller arguments cost accuracy only slowly: 1e-10 in double precision at
-    :math:`x=10^{-200}`.
-
-    Derivatives with respect to both arguments are sums of positive terms over the
-    quadrature nodes, with the relative accuracy of the value.  Second and higher ones
-    are right as well, and keep the nodes (96 in double, 48 in single precision, per
-    element) in memory.
-
-    :param nu: Order, real; the function is even in it.
-    :param x: Argument, positive.  ``nu`` and ``x`` broadcast.  An argument that is
-        not positive, or not a number, gives not-a-number.
-    :return: An array of the broadcast shape and of the common floating dtype.
-
-    **Example**
-
-    .. doctest::
-
-        >>> import jax
-        >>> from numpyro_gpaug.math.bessel import log_bessel_k
-        >>> print(f"{log_bessel_k(2.0, 0.5):.4f}")
-        2.0216
-        >>> print(f"{jax.grad(log_bessel_k)(2.0, 0.5):.4f}")
-        1.8571
-    """
-    nu, x = floating(nu, x)
-    lam = jnp.where(nu < 0, -nu, nu)
-    valid = x > 0
-    out = _log_bessel_k(lam, jnp.where(valid, x, 1.0))
-    return jnp.where(valid, out, jnp.nan)
+def peak(lam: Array, omega: Array, log_omega: Array) -> tuple[Array, Array]:
+    """Return ``P`` and ``log Q`` for the order ``lam >= 0`` and argument ``omega``."""
+    big = _hypot(lam, omega) + lam
+    return big, 2 * log_omega - jnp.log(big)
