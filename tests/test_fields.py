@@ -237,15 +237,20 @@ def test_random_walks_of_order_two():
 def test_a_smooth_curve_is_made_of_independent_numbers(number):
     walk = RandomWalk2(TIMES[:number], 1.4, 3.0, 0.5)
     covariance = field_of("walk")[1][:number, :number]
-    root = np.asarray(jax.jit(walk.walked)(jnp.eye(number)))
-    np.testing.assert_allclose(root.T @ root, covariance, rtol=1e-4)
-    np.testing.assert_allclose(jax.jit(walk.noise)(root), np.eye(number), atol=1e-4)
-    chain, size = walk.chain(), number + number % 2
+    size = number + number % 2
     units = np.eye(size, dtype=np.float32).reshape(size, -1, 2)
-    root = np.asarray(jax.vmap(lambda z: chain.value(chain.states(z)))(units))
-    np.testing.assert_allclose(root.T @ root, covariance, rtol=1e-4)
-    found = jax.vmap(chain.numbers)(root)[:number]
-    np.testing.assert_allclose(found, units[:number], atol=1e-4)
+
+    @jax.jit
+    def everything(units):
+        chain, root = walk.chain(), walk.walked(jnp.eye(number))
+        other = jax.vmap(lambda z: chain.value(chain.states(z)))(units)
+        return root, walk.noise(root), other, jax.vmap(chain.numbers)(other)
+
+    root, noise, other, numbers = map(np.asarray, everything(units))
+    for each in (root, other):
+        np.testing.assert_allclose(each.T @ each, covariance, rtol=1e-4)
+    np.testing.assert_allclose(noise, np.eye(number), atol=1e-4)
+    np.testing.assert_allclose(numbers[:number], units[:number], atol=1e-4)
     # After a step of 1e-4 the value is known far better than the slope.
     assert RandomWalk2([0, 1, 2, 3, 3.0001, 4], 1.0, 1.0, 1.0).chain() is None
 

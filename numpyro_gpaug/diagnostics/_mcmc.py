@@ -238,7 +238,7 @@ class _Predictive:
 
     def __init__(self, site: _Site, draws: Mapping[str, Any]) -> None:
         self.site = site
-        self.draws = {name: jnp.asarray(x) for name, x in draws.items()}
+        self.draws = {name: np.asarray(x) for name, x in draws.items()}
         self.num = len(next(iter(draws.values())))
 
     def sample(self, key: Array, sample_shape: tuple[int]) -> Array:
@@ -259,10 +259,11 @@ def _overlap(p: Any, q: Any, values: Array | None) -> np.ndarray:
     if values is None:
         sides = zip((p, q), random.split(random.key(0)), strict=True)
         values = jnp.concatenate([d.sample(key, (_NUM_VALUES,)) for d, key in sides])
-    logs = jnp.stack([p.log_prob(values), q.log_prob(values)])
+    logs = [np.asarray(d.log_prob(values)) for d in (p, q)]
+    least = np.minimum(*logs)
     if all_values:
-        return np.asarray(jnp.exp(logs.min(0)).sum(0))
-    return np.asarray(jnp.exp(logs.min(0) - jax.nn.logsumexp(logs, 0)).mean(0) * 2)
+        return np.exp(least).sum(0)
+    return np.exp(least - np.logaddexp(*logs)).mean(0) * 2
 
 
 def _all_values(distribution: Any) -> Array | None:

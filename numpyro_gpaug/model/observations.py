@@ -320,6 +320,7 @@ def invalid_error(name: str, parameter: str, site: dict[str, Any]) -> ValueError
     cls = type(base).__name__
     if isinstance(base, dist.CAR) and parameter == GRAPH:
         one_way, alone = _graph_faults(base)
+        one_way = one_way if base.is_sparse else np.asarray(one_way)
         said = f"areas {np.flatnonzero(alone)[:5]} have no neighbours: give these an "
         said += "effect of their own, dist.Normal, or leave them out"
         if one_way.sum():
