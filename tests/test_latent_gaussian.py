@@ -413,13 +413,14 @@ def test_predictions_are_those_of_draws(counts):
         posterior.log_prob(T[:5], GROUP[:5], y), np.log(density), atol=0.01
     )
     # Quantiles are the smallest counts of at least a probability.
-    q = np.array([0.1, 0.5, 0.95])[:, None]
-    np.testing.assert_array_equal(predicted.icdf(predicted.cdf(y)), y)
+    q = np.broadcast_to(np.array([[0.0], [0.1], [0.5], [0.95]]), (4, 5))
     found = np.asarray(predicted.icdf(q))
-    assert (predicted.cdf(found) >= q).all()
-    assert (predicted.cdf(found - 1) < q).all()
-    assert (predicted.icdf(0.0) == 0).all()
-    assert (predicted.cdf(-np.ones(5)) == 0).all()
+    here, below = (np.asarray(predicted.cdf(x)) for x in (found, found - 1))
+    np.testing.assert_array_equal(predicted.icdf(here), found)
+    assert (found[0] == 0).all()
+    assert (below[0] == 0).all()
+    assert (here >= q).all()
+    assert (below[1:] < q[1:]).all()
     assert draws.shape == (num, 5)
     centred = draws - draws.mean(0)
     second, fourth = (np.mean(centred**k, 0) for k in (2, 4))

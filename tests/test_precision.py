@@ -16,6 +16,7 @@ from numpyro.infer.util import log_density
 
 import numpyro_gpaug as gpaug
 from tests.conftest import slow
+from tests.problems import unfitted
 
 KEY = jax.random.key(0)
 rng = np.random.default_rng(0)
@@ -53,6 +54,21 @@ def assert_precise(lowered):
     assert not rough, rough[:3]
 
 
+class Precise(Exception):
+    """Raised instead of compiling a program."""
+
+
+class Lowering:
+    """A program that is lowered and checked where it is called."""
+
+    def __init__(self, program):
+        self.program = program
+
+    def __call__(self, *args, **static):
+        assert_precise(self.program.plain.lower(*args, **static))
+        raise Precise
+
+
 @pytest.mark.parametrize(
     ("guide", "model", "args", "kwargs", "optim"),
     [
@@ -65,26 +81,13 @@ def assert_precise(lowered):
 )
 def test_steps_and_predictions(guide, model, args, kwargs, optim):
     svi = gpaug.ConjugateSVI(model, guide(model), optim)
-    advance, lowered = svi._programs.advance, []
-
-    def watched(*args, **static):
-        lowered.append(advance.plain.lower(*args, **static))
-        return advance(*args, **static)
-
-    svi._programs.advance = watched
-    result = svi.run(KEY, 1, *args, progress_bar=False, **kwargs)
-    assert_precise(lowered[0])
-    if optim is not None:
-        return
-    posterior = svi.posterior(result)
-    compiled = posterior._predictor._compiled
-
-    def read(*args, **static):
-        assert_precise(compiled.plain.lower(*args, **static))
-        return compiled(*args, **static)
-
-    posterior._predictor._compiled = read
-    posterior.predict_y(args[0])
+    svi._programs.advance = Lowering(svi._programs.advance)
+    with pytest.raises(Precise):
+        svi.run(KEY, 1, *args, progress_bar=False, **kwargs)
+    posterior = unfitted(svi, *args, **kwargs)
+    posterior._predictor._compiled = Lowering(posterior._predictor._compiled)
+    with pytest.raises(Precise):
+        posterior.predict_y(args[0])
 
 
 def density(params, X, y):

@@ -14,7 +14,7 @@ import pytest
 from numpyro.infer.autoguide import AutoNormal
 
 import numpyro_gpaug as gpaug
-from tests.problems import classifier, learnt, regression, toy, unfitted
+from tests.problems import classifier, regression, toy, unfitted
 
 KEY = jax.random.key(0)
 KERNEL = gpaug.kernels.Matern52
@@ -289,8 +289,6 @@ def test_steps_and_names_that_would_be_ignored() -> None:
             run(classifier, X, y, svi=svi, inducing=X[:5])
     with pytest.raises(ValueError, match="init_params names"):
         run(classifier, X, y, inducing=X[:5], init_params={"lengthscales": 1.0})
-    with pytest.raises(ValueError, match="subsample_size 50"):
-        run(learnt, X, y, inducing=X[:5], batch_size=50)
     svi, result = classified()
     with pytest.raises(TypeError, match="params alone"):
         svi.posterior(result.params)
@@ -396,14 +394,3 @@ def test_a_guide_of_another_model() -> None:
         gpaug.ConjugateSVI(partial(labels, site="z"), guide).run(KEY, 2, X, y, **quiet)
     with pytest.raises(ValueError, match="for another number make a new guide"):
         gpaug.ConjugateSVI(labels, guide).run(KEY, 2, X, y, inducing=4, **quiet)
-
-
-def test_classes_without_latents_of_their_own() -> None:
-    def model(X, y=None):
-        gp = gpaug.GaussianProcess("f", gpaug.kernels.Matern32(), X[:3])
-        numpyro.sample("y", dist.Categorical(logits=gp(X)), obs=y)
-
-    X = jnp.linspace(0, 1, 8)[:, None]
-    svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model))
-    with pytest.raises(ValueError, match="give the process num_latents=C"):
-        svi.run(KEY, 2, X, jnp.arange(8) % 3, progress_bar=False)

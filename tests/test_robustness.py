@@ -222,14 +222,6 @@ def test_handled_edge_cases(case: str) -> None:
 
 
 def test_unsuitable_models_and_guides() -> None:
-    def in_plate(X, y=None, *, inducing):
-        with numpyro.plate("data", X.shape[0]):
-            gp = gpaug.GaussianProcess("f", gpaug.kernels.Matern52(), inducing)
-            numpyro.sample("y", dist.Bernoulli(logits=gp(X)), obs=y)
-
-    with pytest.raises(ValueError, match="inside a plate"):
-        start(in_plate)
-
     def poisson(X, y=None, *, inducing):
         gp = gpaug.GaussianProcess("f", gpaug.kernels.Matern52(), inducing)
         with numpyro.plate("data", X.shape[0]):
@@ -265,13 +257,6 @@ def test_unsuitable_models_and_guides() -> None:
         gpaug.ConjugateSVI(classifier, guide, step_size=1.5)
     with pytest.raises(ValueError, match="covariance must be one of"):
         gpaug.AutoSparseGP(classifier, covariance="banded")
-
-
-def test_no_observations() -> None:
-    X, _ = toy(20)
-    svi = gpaug.ConjugateSVI(classifier, gpaug.AutoSparseGP(classifier))
-    with pytest.raises(ValueError, match="site 'y' has no observed value"):
-        svi.run(KEY, 2, X, inducing=X[:5], progress_bar=False)
 
 
 def test_a_bound_that_blows_up_names_the_learning_rate() -> None:

@@ -171,7 +171,7 @@ def check_basis(state: Any, structure: Structure) -> None:
         )
     if not structure.joint:
         return
-    here: Any = structure.form.standard(structure.dtype)
+    here: Any = jax.eval_shape(lambda: structure.form.standard(structure.dtype))
     trees: list[Any] = [jax.tree.structure(x) for x in (here, state.natural[JOINT])]
     sizes = [[x.shape for x in jax.tree.leaves(y)] for y in (here, state.natural)]
     if trees[0] != trees[1] or sizes[0] != sizes[1]:
