@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import jax
@@ -73,7 +74,7 @@ KINDS = {
             gpaug.AutoSparseGP(sparse, other=AutoNormal), X, Y, inducing=X[:4]
         ), sparse
     ),
-    "dense": (lambda: at_start(gpaug.AutoLatentGaussian(dense), X, Y), dense),
+    "dense": (cache(lambda: at_start(gpaug.AutoLatentGaussian(dense), X, Y)), dense),
     "groups": (
         lambda: at_start(gpaug.AutoLatentGaussian(groups), STEPS % 50, COUNTS), groups
     ),

@@ -169,10 +169,9 @@ def test_saving_what_cannot_be_saved_is_named(tmp_path) -> None:
 
 
 def test_keyword_data_and_observations_are_forgotten() -> None:
-    X, y = toy(60)
-    result = SVI.run(KEY, 10, X=X, y=y, inducing=X[:12], progress_bar=False)
-    posterior, new = SVI.posterior(result), toy(7, seed=4)[0]
-    as_positional = fitted()[0]
+    (X, y), new = toy(60), toy(7, seed=4)[0]
+    as_positional, result = fitted()
+    posterior = SVI.posterior(result.params, X=X, y=y, inducing=X[:12])
     found = posterior.predict_y(X=new).probs
     np.testing.assert_allclose(found, as_positional.predict_y(new).probs, rtol=1e-9)
     found = posterior.log_prob(X=X[:5], y=y[:5])
