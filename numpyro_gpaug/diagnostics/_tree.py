@@ -154,8 +154,8 @@ def compare_evidence(runs: Mapping[str, NestedVI]) -> pandas.DataFrame:
         rows[name] = [fields[k] for k in ("log_evidence", "log_evidence_error", "khat")]
         if not np.isfinite(rows[name][0]):
             raise ValueError(
-                f"{name!r} has no evidence: with more than eight hyperparameters "
-                "they are drawn by NUTS, which does not estimate it"
+                f"{name!r} has no evidence: its many hyperparameters were drawn by "
+                "NUTS, which does not estimate it"
             )
         if not nested.certified:
             warnings.warn(

@@ -33,7 +33,7 @@ from numpyro_gpaug.infer.nested.report import (
     lines,
     overview,
 )
-from numpyro_gpaug.infer.nested.setup import MOST, CollapsedBounds
+from numpyro_gpaug.infer.nested.setup import FEW, MOST, CollapsedBounds
 from numpyro_gpaug.infer.vi.checks import check_gaussian, warn_of_units
 from numpyro_gpaug.infer.vi.resolution import check_precision
 from numpyro_gpaug.math.threads import threads_for
@@ -104,9 +104,10 @@ class NestedVI(Displayed):
     not a sum over data (weights in Cox's partial likelihood, which depends on all rows
     at risk) is integrated with the hyperparameters.
 
-    With more than eight hyperparameters NUTS runs on the collapsed model instead, and
-    weights correct its draws. Then there is no evidence. ``print_summary`` states the
-    method and the times of its parts.
+    NUTS runs on the collapsed model instead, and weights correct its draws, with more
+    than 16 hyperparameters, and with more than eight if the weighted draws are not
+    certified. Then there is no evidence. ``print_summary`` states the method and the
+    times of its parts.
 
     With sparse processes (``GaussianProcess`` with fewer inducing inputs than data) the
     posterior is the posterior of the NumPyro model, in which the inducing values
@@ -306,16 +307,19 @@ class NestedVI(Displayed):
             hyper, num = programs.hyper, FIRST + self.num_points
             prior = prior_draws(hyper, arguments, num, generator(rng_key, 0))
             start = _start(hyper, init_params, arguments, prior)
-        if not 0 < hyper.size <= MOST:
+        if not 0 < hyper.size <= FEW:
             # NUTS on the collapsed model would be NUTS on the model itself.
             check_gaussian(programs.structure)
-        way = integrated if hyper.size <= MOST else sampled
         with threads_for(programs.structure.largest):
             try:
-                run = way(
-                    programs, rng_key, arguments, start, prior, clock,
-                    num_points=self.num_points, progress_bar=self.progress_bar,
-                )  # fmt: skip
+                for way in [integrated] * (hyper.size <= MOST) + [sampled]:
+                    run = way(
+                        programs, rng_key, arguments, start, prior, clock,
+                        num_points=self.num_points, progress_bar=self.progress_bar,
+                    )  # fmt: skip
+                    if run.certified or hyper.size <= FEW:
+                        break
+                    start = run.modes[0].point
             except CholeskyError:
                 first = programs.first(start, arguments)
                 check_precision(first, bound.structure)

@@ -18,8 +18,10 @@ from numpyro_gpaug.model.observations import check_observations
 from numpyro_gpaug.model.structure import from_cache
 
 # The largest number of hyperparameters for importance sampling; with more, NUTS is
-# used.
-MOST = 8
+# used. (With 27, estimates were wrong at a k-hat below its limit.) With more than the
+# smaller number, NUTS also follows draws that are not certified, and models need
+# Gaussian latents.
+MOST, FEW = 16, 8
 
 
 class _Left:
@@ -39,7 +41,7 @@ class _OfManyPoints(AutoLatentGaussian):
     """The profile of fits at many hyperparameters: groups are represented as groups if
     there are enough of them for separate weights."""
 
-    _purpose = Purpose(FEWEST, MOST)
+    _purpose = Purpose(FEWEST, FEW)
 
 
 class CollapsedBounds:
