@@ -8,8 +8,10 @@ reads them.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
@@ -195,39 +197,10 @@ class BYM2(_OfAreas):
     def log_prob(self, value: Array) -> Array:
         size, dtype = self.graph.size, self.dtype
         x = jnp.asarray(value, dtype) / self.scale[..., None]
-        per_field = jnp.vectorize(self._log_prob_at_unit_scale, signature="(n),()->()")
+        at_unit_scale = partial(_log_prob_at_unit_scale, self.graph)
+        per_field = jnp.vectorize(at_unit_scale, signature="(n),()->()")
         constant = jnp.asarray(0.5 * size * _LOG_2PI, dtype)
         return per_field(x, self.mixing) - constant - size * jnp.log(self.scale)
-
-    def _log_prob_at_unit_scale(self, x: Array, mixing: Array) -> Array:
-        """Return the log density of one vector, without the constant.
-
-        With the precision Q of the field, ``M = (1 - mixing) Q + mixing I`` and z the
-        vector minus the means of components, the quadratic form is ``z' Q M^-1 z`` plus
-        ``n mean^2 / (1 - mixing)`` of every component. M is singular on constants as
-        ``mixing`` vanishes. M plus a multiple c of ``e_k e_k'`` (k the last node of a
-        component) is not; with its solution h for a vector of ones, ``log|M| =
-        log|M + c e_k e_k'| + log(mixing h_k)``, and ``M^-1 z`` differs from the new
-        solution w by ``h w_k / h_k`` and a constant.
-        """
-        graph, dtype = self.graph, self.dtype
-        labels, sizes, last = graph.components
-        pattern = graph.pattern
-        eye = jnp.asarray(pattern.rows == pattern.columns, dtype)
-        precision = jnp.asarray(graph.precision, dtype)
-        raised = jnp.asarray(graph.grounded - graph.precision, dtype)
-        values = (1 - mixing) * precision + mixing * eye + raised
-        z = centred(graph, x)
-        sides = jnp.stack([z, jnp.ones_like(z)], -1)
-        w, h = sparse_cholesky.solve(pattern, values, sides).T
-        ratio = jnp.append(w[last] / h[last], 0)[labels]
-        pulled = sparse_cholesky.matvec(pattern, precision, z)
-        quadratic = pulled @ (w - h * ratio)
-        means = sums(graph, x)[:-1] / jnp.asarray(np.sqrt(sizes), dtype)
-        quadratic = quadratic + jnp.square(means).sum() / (1 - mixing)
-        log_det = sparse_cholesky.log_det(pattern, values) + jnp.log(h[last]).sum()
-        log_det = log_det + len(sizes) * jnp.log1p(-mixing)
-        return 0.5 * (jnp.asarray(graph.log_det, dtype) - log_det - quadratic)
 
     @property
     def variance(self) -> Array:
@@ -254,6 +227,38 @@ class BYM2(_OfAreas):
             lambda: jnp.asarray(graph.log_det, dtype),
             sums=np.append(np.ones(size), _row_sums(graph)),
         )  # fmt: skip
+
+
+@partial(jax.jit, static_argnums=0)
+def _log_prob_at_unit_scale(graph: Graph, x: Array, mixing: Array) -> Array:
+    """Return the log density of one vector, without the constant.
+
+    With the precision Q of the field, ``M = (1 - mixing) Q + mixing I`` and z the
+    vector minus the means of components, the quadratic form is ``z' Q M^-1 z`` plus
+    ``n mean^2 / (1 - mixing)`` of every component. M is singular on constants as
+    ``mixing`` vanishes. M plus a multiple c of ``e_k e_k'`` (k the last node of a
+    component) is not; with its solution h for a vector of ones, ``log|M| =
+    log|M + c e_k e_k'| + log(mixing h_k)``, and ``M^-1 z`` differs from the new
+    solution w by ``h w_k / h_k`` and a constant.
+    """
+    dtype = x.dtype
+    labels, sizes, last = graph.components
+    pattern = graph.pattern
+    eye = jnp.asarray(pattern.rows == pattern.columns, dtype)
+    precision = jnp.asarray(graph.precision, dtype)
+    raised = jnp.asarray(graph.grounded - graph.precision, dtype)
+    values = (1 - mixing) * precision + mixing * eye + raised
+    z = centred(graph, x)
+    sides = jnp.stack([z, jnp.ones_like(z)], -1)
+    w, h = sparse_cholesky.solve(pattern, values, sides).T
+    ratio = jnp.append(w[last] / h[last], 0)[labels]
+    pulled = sparse_cholesky.matvec(pattern, precision, z)
+    quadratic = pulled @ (w - h * ratio)
+    means = sums(graph, x)[:-1] / jnp.asarray(np.sqrt(sizes), dtype)
+    quadratic = quadratic + jnp.square(means).sum() / (1 - mixing)
+    log_det = sparse_cholesky.log_det(pattern, values) + jnp.log(h[last]).sum()
+    log_det = log_det + len(sizes) * jnp.log1p(-mixing)
+    return 0.5 * (jnp.asarray(graph.log_det, dtype) - log_det - quadratic)
 
 
 class GMRF(dist.Distribution):
