@@ -34,8 +34,8 @@ def decay(time: float, steps: int = 200) -> np.ndarray:
         (decay(10), "converged", "none: the bound has stopped"),
         (decay(100), "still improving", "run more steps: the bound rose by"),
         (decay(10)[::-1], "getting worse", "lower the step size.*fell by"),
-        ([3.0, 2.0, 1.0], "too short", "3 steps are too few"),
-        ([1.0], "too short", "1 steps"),
+        ([3.0, 2.0, 1.0], "too short", "run at least 5 steps, not 3"),
+        ([1.0], "too short", "5 steps, not 1"),
         (np.r_[decay(10), np.inf], "not finite", r"losses\[200\] of 201 is inf"),
     ],
 )

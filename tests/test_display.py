@@ -95,7 +95,7 @@ def test_a_result_tells_its_bound_and_params():
         "ConjugateResult",
         "  steps    3",
         "  bound    -2.5",
-        "  verdict  too short: 3 steps are too few: run at least 5",
+        "  verdict  too short: run at least 5 steps, not 3",
         "  b        array (3, 3)",
     ]
     params, _, _ = result  # still a tuple, as in NumPyro

@@ -123,3 +123,28 @@ def test_of_a_product_the_factor_is_held_and_has_the_right_sign():
         # A start with the other sign once ended at a mode of -12, hundreds of nats
         # lower.
         assert sign * fit.params["slope_auto_loc"] == pytest.approx(SLOPE, abs=0.3)
+
+
+def test_numbers_of_the_fit_are_not_read_under_another_prior():
+    def model(x, y=None, *, scale=1.0, num=3):
+        slope = numpyro.sample("slope", dist.Normal(0, scale))
+        gp = gpaug.GaussianProcess(
+            "f", gpaug.kernels.Matern52(2 * scale), inducing=jnp.arange(2.0)
+        )
+        with numpyro.plate("groups", num):
+            effect = numpyro.sample("effect", dist.Normal(0, scale))
+        eta = slope * x + gp(x) + effect[0]
+        with numpyro.plate("data", len(x)):
+            numpyro.sample("y", dist.Normal(eta, 0.5), obs=y)
+
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
+    fit = svi.run(jax.random.key(0), 5, X, Y, scale=0.5, progress_bar=False)
+    posterior = svi.posterior(fit)
+    kept = posterior.predict_y(NEW, num=4).mean
+    np.testing.assert_array_equal(kept, posterior.predict_y(NEW, scale=0.5).mean)
+    with pytest.raises(
+        gpaug.NotConjugateError, match="the prior of '.*' differs from the f"
+    ):
+        posterior.predict_y(NEW, scale=1)
+    with pytest.raises(ValueError, match=r"x has shape \(\), and had \(30,\)"):
+        posterior.predict_y(NEW[0])

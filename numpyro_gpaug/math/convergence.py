@@ -150,7 +150,7 @@ def _judged(found: Convergence, steps: int, tol: float) -> tuple[str, str]:
     """Return the verdict on a finite trace, and what to do about it."""
     change, hidden, window = found.change, found.hidden, found.window
     if steps < 5:
-        return "too short", f"{steps} steps are too few: run at least 5"
+        return "too short", f"run at least 5 steps, not {steps}"
     if abs(found.relative_change) <= tol or abs(change) <= hidden:
         if hidden <= tol * max(1.0, abs(found.elbo)):
             return "converged", (

@@ -69,6 +69,11 @@ _NO_FACTORS = (
     "for each row. "
     "diagnostics.loo(diagnostics.to_datatree(...)) works for any fit"
 )
+_SEVERAL = (
+    "leave_one_out needs one or two predictors for each datum of {!r}, and its data "
+    "are vectors or classes that depend on more. "
+    "diagnostics.loo(diagnostics.to_datatree(...)) works for any fit"
+)
 _ANOTHER = (
     "all data of {0!r} are correlated with one another. The prediction is another set "
     "of them, independent of the fitted set given the latents. For other values of the "
@@ -91,11 +96,13 @@ class JointPredictiveView(JointView):
 
     def marks(self) -> dict[str, Array]:
         """Return checksums, by site, of the factors by which sites mix their values,
-        and of the arguments that determine the factors, and checksums of sparse
-        precisions. They show whether two covariances belong to the same places."""
+        and of the arguments that determine the factors; checksums of sparse precisions;
+        and of the scales and locations of other sites, and the factors of processes.
+        They show whether numbers of the fit have the same meaning."""
         found = self._at_zero(self._program.outputs.factors)
+        plain = self._marks_of_fields() | self._marks_of_priors()
         if not found:
-            return self._marks_of_fields()
+            return plain
         arrays = self.arguments.arrays
 
         def factors(arguments: Arguments) -> Any:
@@ -114,7 +121,23 @@ class JointPredictiveView(JointView):
                 jnp.concatenate([jnp.ravel(x).astype(float) for x in leaves])
             )
 
-        return self._marks_of_fields() | {name: mark(name) for name in found}
+        return plain | {name: mark(name) for name in found}
+
+    def _marks_of_priors(self) -> dict[str, Array]:
+        """Return checksums, by site, of the scales and locations of independent latents
+        that new rows share with the fit, and of the factors of processes, each with its
+        size."""
+        outputs = self._program.outputs
+        own = {s.name for s in self.structure.sites if not s.local}
+        names = own - outputs.factors.keys() - outputs.precisions.keys()
+        given = {k: (outputs.spreads[k], outputs.values[k]) for k in names}
+        found = self._at_zero(given | outputs.kernels)
+        return {
+            k: jnp.stack(
+                [jnp.append(_checksum(x), x.size) for x in map(jnp.ravel, parts)]
+            )
+            for k, parts in found.items()
+        }
 
     def _marks_of_fields(self) -> dict[str, Array]:
         """Return checksums, by site, of the sparse precisions, and of their places."""
@@ -302,9 +325,12 @@ class JointPredictiveView(JointView):
         """
         roots, avals = self._of_site(site), self._program.avals
         size = self._number_of_data(site)
+        several = any(avals[v].size > size for v in roots)
         # A predictor that several data share has one factor for all of them.
         shared = any(avals[v].size != size for v in roots)
-        if site.route is Route.CORRELATED or site.correlated or shared:
+        if site.route is Route.CORRELATED or site.correlated or several:
+            raise NotConjugateError(_SEVERAL.format(site.name))
+        if shared:
             raise NotConjugateError(_NO_FACTORS.format(site.name))
         if site.indexed or local_names(self.structure):
             raise NotConjugateError(_NO_FACTORS.format(site.name))

@@ -375,6 +375,18 @@ def explain_failure(
         arguments, key = Arguments.split(args, kwargs), jax.random.key(0)
         trace = run_model(flat_functions(model), arguments, key, {**zeros, **values})
         check_trace(trace, structure)
+    tiny = np.finfo(np.float32).tiny
+    at_zero = [
+        name
+        for name in structure.others
+        if name in values and np.any(np.abs(np.asarray(values[name])) < tiny)
+    ]
+    if at_zero and not broken:
+        raise CholeskyError(
+            f"the point estimate of {at_zero} went to zero, where its density has no "
+            "maximum (a Gamma or Beta with a concentration below 1, say). Use NestedVI, "
+            "which integrates it, or another prior"
+        )
     raise CholeskyError(
         "the evidence lower bound is not finite"
         + (f"; params {broken} are not finite" if broken else "")

@@ -140,6 +140,7 @@ class Parts(NamedTuple):
     :param chains: for sites that make the states of a process or a curve, the
         transitions between the states, (steps, R, 2 R + 1), and the states, (steps, R).
     :param bounded: for observed sites, parameters that have a domain.
+    :param kernels: factors of inducing values, by process.
     :param residuals: variances of function values given inducing values, by process.
     :param unreached: which function values are explained by at most one inducing value,
         by process.
@@ -158,6 +159,7 @@ class Parts(NamedTuple):
     precisions: dict[str, Any]
     chains: dict[str, tuple[Any, Any]]
     bounded: dict[str, dict[str, Any]]
+    kernels: dict[str, Any]
 
 
 def whitened(
@@ -242,6 +244,8 @@ def parts_of(
                 parts.unreached[name] = f.unreached
                 if isinstance(f, MarkovConditional) and f.chain.width:
                     parts.chains[f"{name}.v"] = f.chain.links, f.states
+                else:
+                    parts.kernels[name] = (f.gp.factor,)
         if site["type"] != "sample":
             continue
         fn, value, scale = site["fn"], site["value"], site["scale"]

@@ -231,8 +231,9 @@ class FitArguments(NamedTuple):
     def _refuse_columns(
         self, model: Model, given: Values, weighing: Callable[[], Any]
     ) -> None:
-        """Raise for an argument whose columns weigh latents, and are more or fewer than
-        in the fit: more weights would follow their prior, in silence. Columns that
+        """Raise for a first argument with fewer axes than in the fit, and for an
+        argument whose columns weigh latents, and are more or fewer than in the fit:
+        more weights would follow their prior, in silence. Columns that
         observations have, too, are members of a plate, which may be new, and a square
         matrix is one of rows by rows.
 
@@ -245,7 +246,16 @@ class FitArguments(NamedTuple):
         of_fit |= {**self.kwargs, **others}
         shapes = {k: _shape(x) for k, x in of_fit.items()}
         members = {n for k in self.observations for n in shapes.get(k, ())[1:]}
-        for name in given.keys() & shapes.keys() - {*self.shared, *self.observations}:
+        rowwise = [k for k in shapes if k not in (*self.shared, *self.observations)]
+        first = next((k for k in rowwise if shapes[k]), "")
+        if given.get(first) is not None:
+            here, known = _shape(given[first]), shapes[first]
+            if len(here) < len(known):
+                raise ValueError(
+                    f"{first} has shape {here}, and had {known} in the fit. Pass an "
+                    f"array of rows, {first}[None] for one row"
+                )
+        for name in given.keys() & {*rowwise}:
             here, known = _shape(given[name]), shapes[name]
             if len(here) != 2 or len(known) != 2 or here[1] == known[1]:
                 continue

@@ -401,18 +401,18 @@ class Predictor:
             "one a longer series. Make the size a keyword argument of the model, and "
             "pass it here",
         )
-        for name, mark in here.items():
-            if not np.allclose(mark, marks[name], rtol=1e-3, atol=1e-5):
+        for name in here.keys() & marks.keys():
+            mark, known = np.asarray(here[name]), np.asarray(marks[name])
+            same = np.isclose(mark, known, rtol=1e-3, atol=1e-5).all(-1)
+            own = mark.ndim > 1  # the prior of a site by itself
+            if own:
+                # The last number is the size, which a plate may change.
+                same |= mark[:, -1] != known[:, -1]
+            if not same.all():
                 if arguments.static[-1] is not None:
                     # The error may depend on the rows.
                     return self.check(arguments.counted(), fitted, marks, site)
-                raise NotConjugateError(
-                    f"the covariance of {name!r} differs from the fit, which does "
-                    "not determine its values elsewhere. Pass the graph, mesh or "
-                    "points of the fit, or predict a process: "
-                    f'gpaug.GaussianProcess("{name}", kernel, inducing)(X) can be '
-                    "predicted at any X"
-                )
+                raise NotConjugateError((_OTHER_PRIOR if own else _ELSEWHERE)(name))
         return float(whole) < ROUNDING
 
     def _known_at(self, arguments: Arguments, fitted: Fitted) -> Any:
@@ -608,6 +608,18 @@ class Predictor:
         key = random.key(0)
         view = self._answers.view(here, model, arguments, fitted.values, key)
         return view.of_groups() if grouped else view
+
+
+_ELSEWHERE = (
+    "the covariance of {0!r} differs from the fit, which does not determine its values "
+    "elsewhere. Pass the graph, mesh or points of the fit, or predict a process: "
+    'gpaug.GaussianProcess("{0}", kernel, inducing)(X) can be predicted at any X'
+).format
+_OTHER_PRIOR = (
+    "the prior of {!r} differs from the fit, and its posterior belongs to the prior of "
+    "the fit. Pass the inducing inputs and hyperparameters of the fit, or leave out "
+    "keyword arguments, which the posterior keeps"
+).format
 
 
 def _kind(

@@ -102,13 +102,15 @@ def overview(run: Any) -> list[tuple[str, str]]:
     ]
     if sparse := _sparse(structure):
         rows.append(("sparse", sparse))
-    # The first line is as short as its important words.
-    first, *rest = wrap(certificate(run), 72)
-    rows += [("certificate", first), *(("", line) for line in rest)]
+    rows.append(("certificate", certificate(run)))
     if weighted.normalised:
         error = f"standard error {weighted.log_evidence_error:.3f}"
         rows.append(("log evidence", f"{weighted.log_evidence:.3f}, {error}"))
-    return rows
+    return [
+        ("" if i else name, line)
+        for name, text in rows
+        for i, line in enumerate(wrap(text, 72) or [""])
+    ]
 
 
 def lines(run: Any, table: dict[str, list[float]]) -> str:

@@ -143,9 +143,13 @@ def check_start(
             raise invalid_error(name, parameter, trace[name])
     own = guide.own_params()
     if unknown := set(given) - set(params) - set(own):
+        points = {k: f"{k}_auto_loc" for k in sorted(unknown)}
+        known = [f"{k!r} is {v!r}" for k, v in points.items() if v in params]
         raise ValueError(
             f"init_params names {sorted(unknown)}, but the params are "
             f"{sorted([*params, *own])}"
+            + bool(known)
+            * f". The point estimate of {', '.join(known)}"
         )
 
 
