@@ -384,8 +384,8 @@ def explain_failure(
     if at_zero and not broken:
         raise CholeskyError(
             f"the point estimate of {at_zero} went to zero, where its density has no "
-            "maximum (a Gamma or Beta with a concentration below 1, say). Use NestedVI, "
-            "which integrates it, or another prior"
+            "maximum (a Gamma with a concentration below 1, say). Use NestedVI, which "
+            "integrates it, or another prior"
         )
     raise CholeskyError(
         "the evidence lower bound is not finite"
