@@ -19,8 +19,8 @@ REMEMBERED = 2**24
 # of the spline. Otherwise its equations would be almost singular.
 CLOSE = 0.05
 # The largest sum of absolute spline weights, which add up to one. It is larger for
-# points outside of the known ones.
-WITHIN = 20.0
+# points outside of the known ones, and in more dimensions.
+WITHIN = 200.0
 KNOWN = np.ones(1, bool)
 # The spline is fitted again when this many times as many points are known, up to a
 # number of points whose equations take as long as a few searches.
