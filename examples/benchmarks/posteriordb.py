@@ -100,6 +100,32 @@ def rats(rat, day, weight=None):
         numpyro.sample("weight", dist.Normal(mean, sd[2]), obs=weight)
 
 
+def radon(county, floor, uranium, y=None, *, levels, slopes=None, known=False):
+    """The seven models of radon in Minnesota: the level of a county has a prior of its
+    own ("own"), has one that counties share ("shared"), or is the same for all ("one");
+    likewise its slope on the floor. ``known``: levels depend on a county's uranium."""
+
+    def effects(name, kind):
+        wide = dist.Normal(0, 10)
+        if kind == "one":
+            return jnp.full(85, numpyro.sample(name, wide))
+        if kind == "shared":
+            mean = numpyro.sample(f"mu_{name}", wide)
+            sigma = numpyro.sample(f"sigma_{name}", dist.HalfNormal(1))
+            wide = dist.Normal(mean, sigma)
+        with numpyro.plate(f"counties_{name}", 85):
+            return numpyro.sample(name, wide)
+
+    mean = effects("alpha", levels)[county]
+    if slopes:
+        mean = mean + effects("beta", slopes)[county] * floor
+    if known:
+        mean = mean + numpyro.sample("gamma", dist.Normal(0, 10)) * uranium
+    sigma = numpyro.sample("sigma_y", dist.HalfNormal(1))
+    with numpyro.plate("homes", len(county)):
+        numpyro.sample("y", dist.Normal(mean, sigma), obs=y)
+
+
 def posteriors() -> dict[str, tuple[Any, tuple, dict, list[str]]]:
     """Return, by name, the model, its arguments and keywords, and the sites to show."""
     s, patterns, w = (pd.read_csv(DATA / f"{k}.csv") for k in ("seeds", "lsat", "rats"))
@@ -116,7 +142,39 @@ def posteriors() -> dict[str, tuple[Any, tuple, dict, list[str]]]:
     years = (birds.year - birds.year.mean()) / birds.year.std()
     counted = np.vander(years, 4, increasing=True), birds.pairs.to_numpy()
     betas = [f"beta{k}" for k in range(4)]
+    homes = pd.read_csv(DATA / "radon.csv")
+    at = (
+        homes.county.to_numpy() - 1,
+        homes.floor.to_numpy(),
+        homes.log_uranium.to_numpy(),
+    )
+    measured = *at, np.log(homes.radon.to_numpy())
+    levels = {
+        "pooled": ({"levels": "one", "slopes": "one"}, ["alpha", "beta"]),
+        "county_intercept": ({"levels": "own", "slopes": "one"}, ["beta"]),
+        "partially_pooled_centered": (
+            {"levels": "shared"}, ["mu_alpha", "sigma_alpha"],
+        ),
+        "variable_intercept_centered": (
+            {"levels": "shared", "slopes": "one"}, ["mu_alpha", "sigma_alpha", "beta"],
+        ),
+        "variable_slope_centered": (
+            {"levels": "one", "slopes": "shared"}, ["alpha", "mu_beta", "sigma_beta"],
+        ),
+        "variable_intercept_slope_centered": (
+            {"levels": "shared", "slopes": "shared"},
+            ["mu_alpha", "sigma_alpha", "mu_beta", "sigma_beta"],
+        ),
+        "hierarchical_intercept_centered": (
+            {"levels": "shared", "slopes": "one", "known": True},
+            ["mu_alpha", "sigma_alpha", "gamma", "beta"],
+        ),
+    }  # fmt: skip
     return {
+        **{
+            f"radon_{k}": (radon, measured, known, [*shown, "sigma_y"])
+            for k, (known, shown) in levels.items()
+        },
         "seeds_stanified_model": (seeds, germination, {"centred": False}, fixed),
         "seeds_centered_model": (seeds, germination, {"centred": True}, fixed),
         "seeds_model": (vague_seeds, germination, {}, [*fixed, "tau"]),
