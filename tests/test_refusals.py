@@ -148,8 +148,9 @@ def test_float_classes() -> None:
             numpyro.sample("y", dist.Categorical(logits=f(X)), obs=y)
 
     X, y = toy(20)
-    with pytest.raises(ValueError, match="astype"):
-        run(model, X, jnp.asarray(y, float))
+    for dtype in (float, bool):
+        with pytest.raises(ValueError, match=f"dtype {dtype.__name__}.*astype"):
+            run(model, X, jnp.asarray(y, dtype))
 
 
 def test_lists_and_frames() -> None:

@@ -116,11 +116,12 @@ def check_shape(name: str, site: dict[str, Any]) -> None:
                 f"site {name!r}: observations of shape {shape} are in plate "
                 f"{frame.name!r}, which has (or draws) {frame.size} of {rows} rows"
             )
-    if isinstance(base, CategoricalLogits | CategoricalProbs) and jnp.issubdtype(
-        jnp.result_type(site["value"]), jnp.floating
+    dtype = jnp.result_type(site["value"])
+    if isinstance(base, CategoricalLogits | CategoricalProbs) and not jnp.issubdtype(
+        dtype, jnp.integer
     ):
         raise ValueError(
-            f"site {name!r}: class labels have a float dtype. Pass y.astype(int)"
+            f"site {name!r}: class labels have dtype {dtype}. Pass y.astype(int)"
         )
 
 

@@ -308,9 +308,9 @@ def _check_precision(name: str, value: Any, uses: Callable[[], Sources]) -> None
         kept = np.iinfo(jax.dtypes.canonicalize_dtype(dtype))
         if value.min() < kept.min or value.max() > kept.max:
             raise ValueError(
-                f"{name} has shape {shape} and integers up to {value.max()}, which "
-                f"JAX would change ({kept.dtype}). Pass counts as floats, or enable "
-                "64-bit numbers"
+                f"{name} has shape {shape} and integers from {value.min()} to "
+                f"{value.max()}, which JAX would change ({kept.dtype}). Pass counts as "
+                "floats, or enable 64-bit numbers"
             )
 
 

@@ -10,7 +10,6 @@ probabilities, and the K heights can be learnt.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,13 +24,6 @@ from numpyro_gpaug.math import normal
 from numpyro_gpaug.math.arrays import known_to
 
 RULES = ("midpoint", "upper")
-
-# The number of standard deviations that contain a normal variable, and the number of
-# points per Gaussian.
-_REACH = 9.0
-_POINTS = 6001
-# The shares of the error that the outer cells may have.
-_SHARES = (0.05, 0.2, 0.5, 0.8)
 
 
 def knots(edges: Sequence[float], rule: str = "midpoint") -> np.ndarray:
@@ -80,98 +72,6 @@ def checked_edges(edges: Sequence[float] | Array) -> tuple[float, ...]:
             f"{values[:5]}"
         )
     return tuple(values.tolist())
-
-
-def search(
-    function: Callable[[Array], Array],
-    error: float,
-    mean: ArrayLike,
-    variance: ArrayLike,
-    max_pieces: int,
-) -> tuple[int, float, float]:
-    """Return the number of pieces, and the first and last edge; see
-    :meth:`~numpyro_gpaug.PiecewiseLink.to_accuracy`."""
-    if not error > 0:
-        raise ValueError(f"error must be positive, got {error}")
-    m, v = np.broadcast_arrays(
-        np.asarray(mean, float).ravel(), np.asarray(variance, float).ravel()
-    )
-    if not (v > 0).all():
-        raise ValueError(f"variance must be positive, got {v.min()}")
-    problem = _Problem(function, m, np.sqrt(v))
-    found = [problem.pieces(error**2, share, max_pieces) for share in _SHARES]
-    if all(pieces is None for pieces, _ in found):
-        lower, upper = problem.range(found[0][1])
-        reached = problem.total(max_pieces, lower, upper) ** 0.5
-        raise ValueError(
-            f"{max_pieces} pieces on [{lower:.3g}, {upper:.3g}] have a root mean "
-            f"squared error of {reached:.2g}, more than the {error} asked for"
-        )
-    pieces, reach = min((k, c) for k, c in found if k is not None)
-    return pieces, *problem.range(reach)
-
-
-class _Problem:
-    """Mean squared errors, by a fine trapezoid rule, under each Gaussian."""
-
-    def __init__(self, function: Any, mean: np.ndarray, scale: np.ndarray) -> None:
-        z = np.linspace(-_REACH, _REACH, _POINTS)
-        weights = np.exp(-0.5 * z * z)
-        self._weights = weights / weights.sum()
-        self._f = mean[:, None] + scale[:, None] * z
-        self._mean, self._scale, self._function = mean, scale, function
-        self._values = self._at(self._f)
-
-    def _at(self, f: np.ndarray) -> np.ndarray:
-        return np.asarray(self._function(jnp.asarray(f)), float)
-
-    def range(self, reach: float) -> tuple[float, float]:
-        low, high = self._mean - reach * self._scale, self._mean + reach * self._scale
-        return float(low.min()), float(high.max())
-
-    def outside(self, reach: float) -> float:
-        """Return the worst mean squared error in the outer cells alone."""
-        lower, upper = self.range(reach)
-        edge = self._at(np.clip(self._f, lower, upper))
-        return self._worst(np.square(self._values - edge))
-
-    def total(self, num_pieces: int, lower: float, upper: float) -> float:
-        """Return the worst mean squared error of all cells."""
-        edges = equal_edges(num_pieces, lower, upper)
-        heights = self._at(knots(edges))
-        cells = np.searchsorted(edges, self._f, side="right")
-        return self._worst(np.square(self._values - heights[cells]))
-
-    def pieces(
-        self, square: float, share: float, most: int
-    ) -> tuple[int | None, float]:
-        """Return the fewest pieces, ``None`` if ``most`` do not suffice, and the range,
-        if the outer cells may take a share of the mean squared error."""
-        reach = _smallest(lambda c: self.outside(c) < share * square, 0.0, _REACH)
-        lower, upper = self.range(reach)
-
-        def good(k: int) -> bool:
-            return self.total(k, lower, upper) < square
-
-        high = 3
-        while high < most and not good(high):
-            high = min(2 * high, most)
-        if not good(high):
-            return None, reach
-        low = max(3, high // 2)
-        return low + bisect_left(range(low, high), True, key=good), reach
-
-    def _worst(self, squares: np.ndarray) -> float:
-        return float((squares @ self._weights).max())
-
-
-def _smallest(good: Callable[[float], bool], low: float, high: float) -> float:
-    """Return about the smallest number that is sufficient, by bisection; ``high`` if
-    none is."""
-    for _ in range(20):
-        middle = 0.5 * (low + high)
-        low, high = (low, middle) if good(middle) else (middle, high)
-    return high
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -257,40 +157,6 @@ class PiecewiseLink:
                 f"function is not finite everywhere between {lower} and {upper}"
             )
         return cls(heights, edges)
-
-    @classmethod
-    def to_accuracy(
-        cls,
-        function: Callable[[Array], Array],
-        error: float,
-        mean: ArrayLike = 0.0,
-        variance: ArrayLike = 1.0,
-        max_pieces: int = 2000,
-    ) -> PiecewiseLink:
-        r"""Make a link with about the fewest pieces that keep the root mean squared
-        error small.
-
-        The range is widened until the outer cells meet the target error, and the number
-        of pieces is doubled until all cells together meet it, under every given
-        Gaussian.
-
-        :param function: an elementwise function.
-        :param error: target for :math:`(E (g(f) - \hat g(f))^2)^{1/2}`, > 0.
-        :param mean: means of the Gaussians, any shape.
-        :param variance: their variances, > 0, of a shape that broadcasts with it.
-        :param max_pieces: the maximum number of pieces.
-        :raises ValueError: if ``max_pieces`` are not enough; it states the error with
-            them.
-
-        **Example**
-
-        >>> import jax
-        >>> link = PiecewiseLink.to_accuracy(jax.nn.sigmoid, 0.01, variance=4.0)
-        >>> print(link.num_pieces, f"{link.edges[-1]:.1f}")
-        41 3.5
-        """
-        num_pieces, lower, upper = search(function, error, mean, variance, max_pieces)
-        return cls.from_function(function, num_pieces, lower, upper)
 
     @property
     def num_pieces(self) -> int:
@@ -429,31 +295,6 @@ class PiecewiseLink:
         square = jnp.square(scale) * (p - second) - 2 * scale * away * first
         square += jnp.square(away) * p
         return jnp.square(jnp.asarray(lipschitz, p.dtype)) * square.sum(-1)
-
-    def exp_mean_squared_error(self, mean: ArrayLike, variance: ArrayLike) -> Array:
-        """Return ``E (exp(f) - link(f))^2`` under Gaussians exactly, for any heights:
-        Theorem 2 of the paper, with the missing brackets around the summand.
-
-        The terms are of the size of ``E exp(2 f)``, so errors below its rounding error
-        are lost.
-
-        :param mean: means, any shape.
-        :param variance: variances, of a shape that broadcasts with it, > 0.
-
-        **Example**
-
-        >>> import jax.numpy as jnp
-        >>> link = PiecewiseLink.from_function(jnp.exp, 50, -4.0, 4.0)
-        >>> print(f"{link.exp_mean_squared_error(0.0, 0.5):.4f}")
-        0.0063
-        """
-        dtype = jnp.result_type(mean, variance, self.heights)
-        m, v = jnp.asarray(mean, dtype), jnp.asarray(variance, dtype)
-        # exp(f) times a Gaussian is a Gaussian whose mean is moved by the variance.
-        plain, once, twice = (self.cell_probabilities(m + k * v, v) for k in range(3))
-        second = jnp.exp(2 * m + 2 * v)[..., None] * twice
-        mixed = self.heights * jnp.exp(m + v / 2)[..., None] * once
-        return (second - 2 * mixed + jnp.square(self.heights) * plain).sum(-1)
 
     def _standardised(self, mean: ArrayLike, variance: ArrayLike) -> Array:
         dtype = jnp.result_type(mean, variance, 0.0)
