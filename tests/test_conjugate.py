@@ -15,7 +15,7 @@ import pytest
 from scipy import stats
 
 import numpyro_gpaug as gpaug
-from numpyro_gpaug.infer import RobbinsMonro
+from numpyro_gpaug.infer import Adaptive, RobbinsMonro
 from numpyro_gpaug.model.arguments import Arguments
 from tests.conftest import slow
 from tests.models import covariance
@@ -40,7 +40,7 @@ def fitter(model, updates="auto", optim=None, size=(20, None), **options):
 
 
 def fit(model, *args, num_steps=60, optim=None, updates="auto", **kwargs):
-    known = ("step_size", "hyper_every")
+    known = ("step_size", "hyper_steps", "hyper_every")
     options = {k: kwargs.pop(k) for k in known if k in kwargs}
     size = len(kwargs.get("inducing", ())), kwargs.get("num_latents")
     svi = fitter(model, updates, optim, size, **options)
@@ -170,6 +170,15 @@ def test_inducing_inputs_are_learnt() -> None:
     assert result.params["Z"].shape == (4, 2)
 
 
+@pytest.mark.slow
+def test_several_gradient_steps_per_update() -> None:
+    X, y = toy(40)
+    arguments = {"inducing": X[:10], "optim": optax.adam(0.05), "num_steps": 20}
+    one = fit(learnt, X, y, **arguments)[1]
+    three = fit(learnt, X, y, hyper_steps=3, **arguments)[1]
+    assert three.losses[-1] < one.losses[-1]
+
+
 @pytest.mark.parametrize("batch_size", [None, slow(10)])
 def test_gradient_steps_after_several_updates(batch_size) -> None:
     """Hyperparameters are constant between, then move."""
@@ -234,9 +243,10 @@ def minibatches():
     "step_size",
     [
         None,
+        "adaptive",
         slow(0.05),
         slow(RobbinsMonro(5.0, 0.9)),
-        slow(optax.exponential_decay(0.1, 100, 0.5)),
+        slow(Adaptive(20.0)),
     ],
 )
 def test_minibatches_come_near_the_full_optimum(step_size) -> None:

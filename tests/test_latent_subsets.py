@@ -121,3 +121,8 @@ def test_indices_that_are_not_the_plates(data, shift, message) -> None:
             KEY, 1, X, Y, inducing=np.asarray(X)[:8], num_drawn=2, shift=shift,
             progress_bar=False,
         )  # fmt: skip
+
+
+def test_the_adaptive_step_is_refused(data) -> None:
+    with pytest.raises(ValueError, match="adaptive"):
+        fit(data, 1, num_drawn=2, step_size="adaptive")

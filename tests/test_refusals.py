@@ -283,7 +283,7 @@ def test_a_gradient_that_is_not_finite_is_an_error() -> None:
 @pytest.mark.filterwarnings("ignore:subsample_size does not match")
 def test_steps_and_names_that_would_be_ignored() -> None:
     X, y = toy(20)
-    for step_size in (0.1, gpaug.infer.RobbinsMonro()):
+    for step_size in ("adaptive", gpaug.infer.RobbinsMonro()):
         guide = gpaug.AutoSparseGP(classifier)
         svi = gpaug.ConjugateSVI(classifier, guide, step_size=step_size)
         with pytest.raises(ValueError, match="is for minibatches"):
@@ -302,6 +302,15 @@ def test_steps_and_names_that_would_be_ignored() -> None:
         svi.posterior(result).log_prob(X[:3])
     with pytest.raises(ValueError, match=r"\(1024, 1\)|\(3, 1\)"):
         svi.posterior(result).log_prob(X[:3], y[:3, None])
+
+
+def test_a_small_constant_step_stays_small() -> None:
+    X, y = toy(20)
+    guide = gpaug.AutoSparseGP(classifier)
+    svi = gpaug.ConjugateSVI(classifier, guide, step_size=0.1)
+    slow = run(classifier, X, y, svi=svi, inducing=X[:5])[1]
+    fast = classified()[1]
+    assert slow.losses[-1] > fast.losses[-1] + 0.1
 
 
 def test_inducing_inputs_computed_from_the_rows_of_the_data() -> None:

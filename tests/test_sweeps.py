@@ -55,7 +55,7 @@ def test_a_fall_within_rounding_is_judged_by_slopes() -> None:
 )  # fmt: skip
 def test_the_next_step_is_where_the_slope_would_vanish(after, step, following) -> None:
     one, tries = jnp.ones(()), jnp.int32(1)
-    given = one * step, tries, one, one * after
+    given = one * step, tries, 1.0, one, one * after
     assert sweeps.next_step(*given, 0 * one) == following
     # With slopes that are no more than rounding, the step is not shortened.
     assert sweeps.next_step(*given, 2 * one / sweeps.FINER) == min(1.0, 2 * step)

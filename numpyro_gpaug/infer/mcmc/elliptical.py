@@ -345,7 +345,7 @@ class EllipticalSlice(GaussianKernel):
             start: Any = {k: prior.natural for k, prior in problem.priors.items()}
             whole = {name: jnp.ones((), problem.dtype) for name in start}
             _, evaluation, _ = settled(
-                problem, start, whole, lambda moves: None, LEAST_GAIN
+                problem, start, whole, 1.0, lambda moves: None, LEAST_GAIN
             )
             found = evaluation.moments
         moments, scales = [], []

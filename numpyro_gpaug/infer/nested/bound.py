@@ -173,7 +173,7 @@ class CollapsedBound:
 
         one = {JOINT: jnp.ones((), problem.dtype)}
         _, evaluation, _ = settled(
-            problem, natural, one, augmented, tolerance, known.precision
+            problem, natural, one, 1.0, augmented, tolerance, known.precision
         )
         factors = factors_of(
             map_, evaluation.marginals[JOINT], evaluation.slopes[JOINT]

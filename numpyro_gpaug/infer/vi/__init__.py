@@ -9,18 +9,20 @@ from numpyro_gpaug.infer.vi.elbo import (
     squared_wasserstein,
 )
 from numpyro_gpaug.infer.vi.result import ConjugateResult
-from numpyro_gpaug.infer.vi.schedules import RobbinsMonro
+from numpyro_gpaug.infer.vi.schedules import Adaptive, Constant, RobbinsMonro
 from numpyro_gpaug.infer.vi.state import ConjugateState, load_state, save_state
 from numpyro_gpaug.infer.vi.streams import Stream
 from numpyro_gpaug.math.processes import all_or_none
 
 __all__ = [
+    "Adaptive",
     "ArrowRows",
     "Batches",
     "Blocks",
     "ConjugateResult",
     "ConjugateSVI",
     "ConjugateState",
+    "Constant",
     "RobbinsMonro",
     "Stream",
     "TraceAnalytic_ELBO",

@@ -136,10 +136,11 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         (conjugate-computation VI, tighter), or ``"auto"``: one augmented step if the
         likelihood has one and is not log-concave, then exact steps. ``"augmented"``
         reports the augmented bound.
-    :param step_size: of minibatches: a number in (0, 1], or a function of the number of
-        steps before, such as :class:`~numpyro_gpaug.infer.RobbinsMonro` or a schedule
-        of optax; ``None`` is ``RobbinsMonro(delay)``, the delay one epoch, within 20
-        and 100 steps.
+    :param step_size: a number in (0, 1], ``"adaptive"``, a schedule such as
+        :class:`~numpyro_gpaug.infer.RobbinsMonro`, or ``None``: 1 on full data,
+        ``RobbinsMonro(delay)`` on minibatches, the delay one epoch, within
+        20 and 100 steps.
+    :param hyper_steps: optax updates after each closed-form step.
     :param hyper_every: closed-form steps between optax updates, in which the posterior
         approaches its optimum, and which need no gradient. By default every step has
         one. On minibatches the posterior lags behind, and its gradient can drive
@@ -195,7 +196,8 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         guide: ConjugateGuide,
         optim: optax.GradientTransformation | str | None = LBFGS,
         updates: str = "auto",
-        step_size: float | Schedule | None = None,
+        step_size: float | str | Schedule | None = None,
+        hyper_steps: int = 1,
         hyper_every: int | None = None,
         m_step: str | Sequence[str] = (),
         mesh: Mesh | None = None,
@@ -214,7 +216,9 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         m_step = (m_step,) if isinstance(m_step, str) else tuple(m_step)
         self.model = model
         self.guide = guide
-        self.settings = Settings(optim, updates, step_size, hyper_every, m_step)
+        self.settings = Settings(
+            optim, updates, step_size, hyper_steps, hyper_every, m_step
+        )
         self._mesh = rows_mesh(mesh, ())
         self._watch = watched(model)
         self._begin(self._watch.version())

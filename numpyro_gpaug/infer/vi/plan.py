@@ -20,10 +20,9 @@ from numpyro_gpaug._numpyro import weighted_plates
 from numpyro_gpaug.guides import ConjugateGuide
 from numpyro_gpaug.infer.vi.closed_params import ClosedParam
 from numpyro_gpaug.infer.vi.differentiation import floats_of
-from numpyro_gpaug.infer.vi.schedules import Schedule, check_step_size
+from numpyro_gpaug.infer.vi.schedules import Schedule, as_schedule
 from numpyro_gpaug.infer.vi.sweeps import starts_augmented
 from numpyro_gpaug.model.arguments import Model, Values
-from numpyro_gpaug.model.calls import check_count
 from numpyro_gpaug.model.costs import densities, kernel_entries
 from numpyro_gpaug.model.latents import Structure
 from numpyro_gpaug.model.structure import Plate
@@ -47,7 +46,8 @@ class Settings:
 
     optim: optax.GradientTransformation | str | None
     updates: str
-    step_size: float | Schedule | None
+    step_size: float | str | Schedule | None
+    hyper_steps: int
     hyper_every: int | None
     m_step: tuple[str, ...]
 
@@ -66,14 +66,19 @@ class Settings:
                 f"optim must be {LBFGS!r}, an optax GradientTransformation (such as "
                 f"optax.adam(1e-2)) or None, got {got!r}"
             )
-        if self.hyper_every is not None:
-            check_count("hyper_every", self.hyper_every)
-        if self.every > 1 and searches:
-            raise ValueError(
-                "hyper_every is for optax transformations. Leave it out with "
-                f"optim={LBFGS!r}, which optimises the Gaussian before every gradient"
-            )
-        check_step_size(self.step_size)
+        for name in ("hyper_steps", "hyper_every"):
+            count = getattr(self, name)
+            if count is None and name == "hyper_every":
+                continue
+            if count < 1 or count != int(count):
+                raise ValueError(f"{name} must be a whole number >= 1, got {count}")
+            if count > 1 and searches:
+                raise ValueError(
+                    f"{name} is for optax transformations. Leave it out with "
+                    f"optim={LBFGS!r}, which optimises the Gaussian before every "
+                    "gradient"
+                )
+        as_schedule(self.step_size, batches=1.0)
 
 
 @dataclass(frozen=True, eq=False)

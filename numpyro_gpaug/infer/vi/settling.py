@@ -55,6 +55,7 @@ def settled(
     problem: Any,
     natural: Natural,
     steps: dict[str, Array],
+    largest_step: float,
     augmented: Callable[[Array], Array | None],
     tolerance: float,
     precision: Array | None = None,
@@ -64,6 +65,7 @@ def settled(
     :param problem: see :func:`~numpyro_gpaug.infer.vi.sweeps.backtracked_sweep`.
     :param natural: natural parameters of all blocks.
     :param steps: the first step size that a pass tries, by block.
+    :param largest_step: upper limit of the next step sizes.
     :param augmented: given the number of updates before, as for
         :func:`~numpyro_gpaug.infer.vi.sweeps.backtracked_sweep`.
     :param tolerance: stop after a rise of less than this, in nats, unless rounding is
@@ -73,7 +75,7 @@ def settled(
     :return: natural parameters, the evaluation there, whose ``rise`` is the total over
         all updates, and next step sizes.
     """
-    if problem.solves:
+    if problem.solves and largest_step == 1:
         found = _settled_by_means(problem, natural, augmented, tolerance, precision)
         return *found, steps
     # Targets are mixed only if there are several latents, whose targets are computed
@@ -81,7 +83,7 @@ def settled(
     several = sum(len(block.potential) for block in natural.values()) > 1
 
     def sweep(place: Place, moves: Array, fresh: Array) -> Place:
-        return backtracked_sweep(problem, *place, augmented(moves), fresh)
+        return backtracked_sweep(problem, *place, largest_step, augmented(moves), fresh)
 
     def going(carry: Any) -> Array:
         moves, (_, evaluation, _), rise, _, _ = carry

@@ -15,7 +15,7 @@ from numpyro import handlers
 from numpyro_gpaug.guides import ConjugateGuide
 from numpyro_gpaug.infer.vi import quasi_newton
 from numpyro_gpaug.infer.vi.differentiation import floats_of
-from numpyro_gpaug.infer.vi.epochs import first_epochs
+from numpyro_gpaug.infer.vi.epochs import epoch_length, first_epochs
 from numpyro_gpaug.infer.vi.latent_gaussian import Natural
 from numpyro_gpaug.infer.vi.plan import (
     LBFGS,
@@ -26,6 +26,7 @@ from numpyro_gpaug.infer.vi.plan import (
     seen_in_batches,
     transforms_of,
 )
+from numpyro_gpaug.infer.vi.schedules import as_schedule
 from numpyro_gpaug.infer.vi.state import ConjugateState, Hyper, unknown_bound
 from numpyro_gpaug.likelihoods.expectations import base_distribution
 from numpyro_gpaug.math.sharding import latents_on_devices
@@ -163,8 +164,11 @@ def _state(
 ) -> ConjugateState:
     optim, transforms = settings.optim, transforms_of(guide)
     noisy = bool(structure.subsampled) or guide.random_others
+    batches = epoch_length(structure) if noisy else None
+    schedule = as_schedule(settings.step_size, batches)
     dtype = jnp.result_type(*(b.dtype for b in structure.blocks))
     values = {k: jax.tree.map(transforms[k].inv, v) for k, v in params.items()}
+    step_size = jnp.asarray(getattr(schedule, "value", 1.0), dtype)
     return ConjugateState(
         hyper=Hyper(
             values,
@@ -173,7 +177,8 @@ def _state(
             _first(optim, values, transforms, noisy),
         ),
         natural=natural,
-        step_sizes={name: jnp.ones((), dtype) for name in natural},
+        step_sizes={name: step_size for name in natural},
+        schedule={k: schedule.init(n) for k, n in natural.items()},
         epochs={},
         bound=jnp.asarray(unknown_bound(dtype)),
         data=jnp.uint32(0),

@@ -40,6 +40,7 @@ class ConjugateState(NamedTuple):
     :param hyper: hyperparameters.
     :param natural: natural parameters of every Gaussian block, latent axis first.
     :param step_sizes: next step size to try, by block (full data).
+    :param schedule: state of the step-size schedule (minibatches).
     :param epochs: by subsampled plate, a permutation and the position in it.
     :param bound: the bound at this state (full data), or of the last batch before it.
     :param data: fingerprint of the data of the bound.
@@ -57,6 +58,7 @@ class ConjugateState(NamedTuple):
     hyper: Hyper
     natural: Natural
     step_sizes: dict[str, Array]
+    schedule: Any
     epochs: dict[str, tuple[Array, Array]]
     bound: Array
     data: Array

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, ClassVar
 
 import jax
@@ -15,11 +16,11 @@ from numpyro_gpaug.infer.vi import quasi_newton
 from numpyro_gpaug.infer.vi.differentiation import floats_of, vjp, with_zeros
 from numpyro_gpaug.infer.vi.elbo import other_terms
 from numpyro_gpaug.infer.vi.epochs import epoch_length, next_batch
-from numpyro_gpaug.infer.vi.latent_gaussian import Evaluation, LatentGaussian
+from numpyro_gpaug.infer.vi.latent_gaussian import Evaluation, LatentGaussian, Natural
 from numpyro_gpaug.infer.vi.means import solved
 from numpyro_gpaug.infer.vi.plan import Plan, constrained
 from numpyro_gpaug.infer.vi.resolution import lost
-from numpyro_gpaug.infer.vi.schedules import size_of_step
+from numpyro_gpaug.infer.vi.schedules import Adaptive, Schedule, as_schedule
 from numpyro_gpaug.infer.vi.settling import SETTLED, Place, settled
 from numpyro_gpaug.infer.vi.state import ConjugateState, Hyper, flagged
 from numpyro_gpaug.infer.vi.sweeps import backtracked_sweep, damped_sweep
@@ -48,6 +49,17 @@ class Stepper:
         # The bound of one step can be compared with that of the next only if both are
         # computed on the same data and the same draws.
         self._comparable = not plan.noisy
+
+    @cached_property
+    def _schedule(self) -> Schedule:
+        # Created only for steps, because an evaluation may have other data.
+        batches = None if self._comparable else epoch_length(self._structure)
+        return as_schedule(self.plan.settings.step_size, batches)
+
+    @property
+    def _largest(self) -> float:
+        """The largest step size."""
+        return getattr(self._schedule, "value", 1.0)
 
     @property
     def knows_lost(self) -> bool:
@@ -86,15 +98,10 @@ class Stepper:
         :param problem: from :meth:`fixed`.
         :param evaluation: the evaluation after the last step.
         """
-        if not self._comparable:
-            return self._batch_step(state), ()
-        if (step_size := self.plan.settings.step_size) is not None:
-            raise ValueError(
-                f"step_size={step_size!r} is for minibatches. On full data a step is "
-                "whole, and halved while the bound falls. Leave it out"
-            )
         if problem is not None:
             return self._fixed_step(state, problem, evaluation)
+        if not self._comparable:
+            return self._batch_step(state), ()
         if self.plan.searches:
             return self._search_step(state), ()
         return self._joint_step(state), ()
@@ -105,7 +112,7 @@ class Stepper:
         """Take a step on full data with fixed hyperparameters: problem and evaluation
         are reused."""
         steps = state.step_sizes
-        if problem.quadratic:
+        if problem.quadratic and self._largest == 1:
             natural, evaluation = solved(problem, state.natural)
         else:
             fresh = ~jnp.isfinite(evaluation.bound)
@@ -126,7 +133,7 @@ class Stepper:
         natural, evaluation, steps = self._sweep(problem, state, start, fresh)
 
         at = problem, pullback, evaluation
-        hyper = self._next_hyper(state, values, at)
+        hyper = self._next_hyper(state, values, natural, at, {})
         new = state._replace(
             hyper=hyper, natural=natural, step_sizes=steps, bound=evaluation.bound,
             unreached=problem.shares_unreached,
@@ -168,28 +175,38 @@ class Stepper:
         indices, epochs = next_batch(self._structure, state.epochs, key)
         values = moved(state.hyper)
         whole, pullback = self.problem_and_pullback(values, key, indices)
-        batches = epoch_length(self._structure)
-        size = size_of_step(self.plan.settings.step_size, batches, state.step)
-        natural, evaluation, bound, size = damped_sweep(
-            whole.restrict(), whole.select(state.natural),
-            jnp.asarray(size, state.bound.dtype), self._augmented(state.step),
+        self._refuse_adaptive(whole)
+        natural, schedules, evaluation, bound, size = damped_sweep(
+            whole.restrict(), whole.select(state.natural), self._schedule,
+            state.schedule, state.step, self._augmented(state.step),
         )  # fmt: skip
         at = whole, pullback, evaluation
-        hyper = self._next_hyper(state, values, at)
+        hyper = self._next_hyper(state, values, natural, at, indices)
         if self.plan.learns and self.plan.settings.hyper_every is None:
             hyper = limited(hyper, size)
         new = state._replace(
             hyper=hyper, natural=whole.scatter(state.natural, natural),
-            epochs=epochs, bound=bound, unreached=whole.shares_unreached,
+            schedule=schedules, epochs=epochs, bound=bound,
+            unreached=whole.shares_unreached,
         )  # fmt: skip
         return flagged(new, hyper)
+
+    def _refuse_adaptive(self, problem: LatentGaussian) -> None:
+        if isinstance(self._schedule, Adaptive) and any(
+            latents is not None for latents in problem.latents.values()
+        ):
+            raise ValueError(
+                "step_size='adaptive' averages gradients over steps, but steps "
+                "involve different latents if a process is called for some of "
+                "them. Use the default (RobbinsMonro) or a number"
+            )
 
     def _sweep(
         self, problem: Any, state: ConjugateState, evaluation: Any, fresh: Array
     ) -> Place:
         return backtracked_sweep(
             problem, state.natural, evaluation, state.step_sizes,
-            self._augmented(state.step), fresh,
+            self._largest, self._augmented(state.step), fresh,
         )  # fmt: skip
 
     def _settled(self, problem: Any, state: ConjugateState) -> Place:
@@ -198,7 +215,7 @@ class Stepper:
 
         natural = problem.rebased(state.natural)
         return settled(
-            problem, natural, state.step_sizes,
+            problem, natural, state.step_sizes, self._largest,
             lambda moves: self._augmented(state.step + moves), SETTLED,
         )  # fmt: skip
 
@@ -211,23 +228,32 @@ class Stepper:
         self,
         state: ConjugateState,
         values: Values,
+        natural: Natural,
         at: tuple[LatentGaussian, Callable, Evaluation],
+        indices: dict[str, Array],
     ) -> Hyper:
         """Return hyperparameters with their next pending update, or with none in
         between two updates. The blocks are fixed in whitened coordinates: by the
         envelope theorem the gradient is the gradient of the optimised bound.
 
         :param values: unconstrained params.
+        :param natural: natural parameters of the blocks.
         :param at: the problem there, its pullback and the evaluation.
+        :param indices: indices of the minibatch, by plate.
         """
         hyper = state.hyper
         if not self.plan.learns:
             return hyper
+        due, restricted = (
+            (state.step + 1) % self.plan.settings.every == 0,
+            not self._comparable,
+        )
 
-        def moved() -> Hyper:
+        def next_update(
+            values: Any, optim_state: Any, at: tuple[Any, Any, Any]
+        ) -> tuple[Any, Any]:
             problem, pullback, evaluation = at
-            slopes = problem.gradient(evaluation, restricted=not self._comparable)
-            ascent, optim_state = pullback(slopes), hyper.optim_state
+            ascent = pullback(problem.gradient(evaluation, restricted=restricted))
             update = jax.tree.map(jnp.zeros_like, values)
             if (optim := self.plan.optim) is not None:
                 descent = jax.tree.map(jnp.negative, floats_of(ascent))
@@ -236,13 +262,30 @@ class Stepper:
                 )
                 update = with_zeros(update, values)
             update |= self._maximised(problem, evaluation, values, ascent)
+            return update, optim_state
+
+        def one_more(_: Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+            update, optim_state = carry
+            here = jax.tree.map(jnp.add, values, update)
+            whole, pullback = self.problem_and_pullback(here, self.key(state), indices)
+            problem = whole.restrict() if restricted else whole
+            there = whole, pullback, problem.evaluate(natural)
+            more, optim_state = next_update(here, optim_state, there)
+            return jax.tree.map(jnp.add, update, more), optim_state
+
+        def moved() -> Hyper:
+            carry = next_update(values, hyper.optim_state, at)
+            if self.plan.settings.hyper_steps > 1:
+                carry = lax.fori_loop(
+                    1, self.plan.settings.hyper_steps, one_more, carry
+                )
+            update, optim_state = carry
             # With minibatches it is the learning rate, which only the guard lowers.
             scale = jnp.ones_like(hyper.scale) if self._comparable else hyper.scale
             return Hyper(values, update, scale, optim_state)
 
         if self.plan.settings.every == 1:
             return moved()
-        due = (state.step + 1) % self.plan.settings.every == 0
         still = jax.tree.map(jnp.zeros_like, hyper.update)
         return lax.cond(due, moved, lambda: hyper._replace(values=values, update=still))
 

@@ -18,6 +18,7 @@ from numpyro_gpaug.infer.vi.latent_gaussian import (
     Natural,
     Place,
 )
+from numpyro_gpaug.infer.vi.schedules import Schedule
 from numpyro_gpaug.math.compiling import jit_for_few_runs
 from numpyro_gpaug.model.arguments import Values
 from numpyro_gpaug.model.latents import Structure
@@ -35,6 +36,7 @@ def backtracked_sweep(
     natural: Natural,
     evaluation: Evaluation,
     steps: dict[str, Array],
+    largest_step: float,
     augmented: Array | None,
     fresh: Array,
 ) -> tuple[Natural, Evaluation, dict[str, Array]]:
@@ -46,6 +48,7 @@ def backtracked_sweep(
     :param natural: natural parameters of all blocks.
     :param evaluation: the evaluation there.
     :param steps: the first step size to try, by block.
+    :param largest_step: upper limit of the next step sizes.
     :param augmented: whether factors come from the augmented bound; ``None`` if they
         never do.
     :param fresh: whether ``evaluation`` is an
@@ -57,7 +60,8 @@ def backtracked_sweep(
     def move(name: str, index: Array | None, carry: Any) -> Any:
         natural, evaluation, step, fresh = carry
         moved = backtracked_update(
-            problem, natural, evaluation, name, augmented, step, fresh, index
+            problem, natural, evaluation, name, augmented, step, largest_step, fresh,
+            index,
         )  # fmt: skip
         return *moved, jnp.array(False)
 
@@ -73,10 +77,12 @@ def backtracked_sweep(
 def damped_sweep(
     problem: LatentGaussian,
     natural: Natural,
-    size: Array,
+    schedule: Schedule,
+    schedules: dict[str, Any],
+    step: Array,
     augmented: Array | None,
-) -> tuple[Natural, Evaluation, Array, Array]:
-    """Update every block once by a given step size, for noisy bounds.
+) -> tuple[Natural, dict[str, Any], Evaluation, Array, Array]:
+    """Update every block once by the step size of a schedule, for noisy bounds.
 
     A step is halved while the bound of its own rows falls. Noise is not the reason for
     such a fall: a step lowers the bound that it was computed from only if it
@@ -84,17 +90,19 @@ def damped_sweep(
 
     :param problem: the problem.
     :param natural: natural parameters of all blocks.
-    :param size: the size of the step.
+    :param schedule: the schedule.
+    :param schedules: its state, by block.
+    :param step: steps taken before.
     :param augmented: as for :func:`backtracked_sweep`.
-    :return: natural parameters, the evaluation there, the bound before, and the largest
-        step size taken.
+    :return: natural parameters, states of the schedule, the evaluation there, the bound
+        before, and the largest step size taken.
     """
     evaluation = problem.evaluate(natural)
     before = evaluation.bound
-    natural = dict(natural)
+    natural, schedules = dict(natural), dict(schedules)
     sizes = []
 
-    def move(name: str, index: Array, carry: Any) -> Any:
+    def move(name: str, size: Array, index: Array, carry: Any) -> Any:
         natural, evaluation, largest = carry
         old = selected(natural, index)
         goal = problem.target(name, evaluation, augmented, index, least_precision=0.0)
@@ -105,18 +113,20 @@ def damped_sweep(
         return scatter(natural, index, new), evaluation, largest
 
     for name, old in natural.items():
+        whole = problem.target(name, evaluation, augmented, least_precision=0.0)
+        direction = jax.tree.map(jnp.subtract, whole, old)
+        size, schedules[name] = schedule.next(schedules[name], step, direction)
         if name in problem.coupled:
             natural[name], evaluation, taken = _for_each_latent(
-                partial(move, name), len(old.potential),
+                partial(move, name, size), len(old.potential),
                 (old, evaluation, jnp.zeros_like(size)),
             )  # fmt: skip
         else:
-            whole = problem.target(name, evaluation, augmented, least_precision=0.0)
             natural[name], evaluation, taken = _rising(
                 problem, name, old, whole, size, evaluation
             )
         sizes.append(taken)
-    return natural, evaluation, before, jnp.stack(sizes).max()
+    return natural, schedules, evaluation, before, jnp.stack(sizes).max()
 
 
 def _rising(
@@ -193,6 +203,7 @@ def starts_augmented(structure: Structure) -> bool:
 def next_step(
     step: Array,
     tries: Array,
+    largest_step: float,
     before: Array,
     after: Array,
     rounding: Array,
@@ -205,6 +216,7 @@ def next_step(
 
     :param step: the first size that was tried.
     :param tries: the number of attempts.
+    :param largest_step: upper limit of the size.
     :param before: derivative of the bound along the step, at its start.
     :param after: the derivative at its end.
     :param rounding: the rounding error of bounds. Derivatives within that of slopes do
@@ -217,7 +229,7 @@ def next_step(
     doublings = jnp.clip(jnp.rint(jnp.log2(jnp.maximum(best, 0.1))), -1, 1)
     factor = jnp.where((tries == 1) & falls, jnp.exp2(doublings), 2)
     grown = factor * step * jnp.exp2(jnp.asarray(-halvings, step.dtype))
-    return jnp.clip(grown.astype(step.dtype), 2.0**-MAX_HALVINGS, 1)
+    return jnp.clip(grown.astype(step.dtype), 2.0**-MAX_HALVINGS, largest_step)
 
 
 def took_whole_step(before: Values, after: dict[str, Array]) -> Array:
@@ -237,6 +249,7 @@ def backtracked_update(
     name: str,
     augmented: Array | None,
     step: Array,
+    largest_step: float,
     fresh: Array,
     index: Array | None = None,
 ) -> tuple[Natural, Evaluation, Array]:
@@ -248,6 +261,7 @@ def backtracked_update(
     :param name: the block to move.
     :param augmented: as for :func:`backtracked_sweep`.
     :param step: the first step size to try.
+    :param largest_step: upper limit of the next step size.
     :param fresh: whether ``evaluation`` is still to be computed: the first attempt then
         changes nothing. (The same code does both, because compiling the bound twice
         would double the compile time.)
@@ -296,7 +310,7 @@ def backtracked_update(
     found = problem.loops.while_loop(refused, attempt, start)
     moved = scatter(natural[name], index, found.natural)
     rounding = found.evaluation.rounding
-    size = next_step(step, found.tries, *found.slopes, rounding)
+    size = next_step(step, found.tries, largest_step, *found.slopes, rounding)
     rise = found.evaluation.bound - found.floor - found.evaluation.slack
     return {**natural, name: moved}, found.evaluation._replace(rise=rise), size
 
