@@ -640,7 +640,7 @@ def test_a_scaled_gaussian_is_held_apart():
     assert "its density is scaled" in str(guide)
 
 
-def test_discrete_latents_and_softmax_are_refused():
+def test_discrete_and_drawn_latents_and_softmax_are_refused():
     def discrete(y=None):
         z = numpyro.sample("z", dist.Bernoulli(0.5))
         b = numpyro.sample("b", dist.Normal(0, 1))
@@ -648,6 +648,14 @@ def test_discrete_latents_and_softmax_are_refused():
 
     with pytest.raises(gpaug.NotConjugateError, match="'z' is discrete"):
         structure_of(discrete, 1.0)
+
+    def drawn(y=None):
+        with numpyro.plate("data", 4, subsample_size=2):
+            b = numpyro.sample("b", dist.Normal(0, 1))
+            numpyro.sample("y", dist.Normal(b, 1), obs=y)
+
+    with pytest.raises(gpaug.NotConjugateError, match="'b' is in the plate 'data'"):
+        structure_of(drawn, jnp.ones(2))
 
     def softmax(X, y=None):
         w = numpyro.sample("w", dist.Normal(0, 1).expand([2, 3]).to_event(2))

@@ -22,9 +22,9 @@ from numpyro_gpaug.math.arrays import numbers
 from numpyro_gpaug.math.recurrences import linked_along, step_before
 from numpyro_gpaug.math.sparse_terms import sum_of_terms
 
-# The largest relative rounding error of the transitions of a chain, and the largest
-# error of the bound, in nats, of a sparse precision.
-_LOST = 0.02
+# The largest rounding error of a transition, in standard deviations of its noise, and
+# the largest error of the bound, in nats, of a sparse precision.
+_MOVED, _LOST = 0.005, 0.02
 
 
 class _Steps(NamedTuple):
@@ -60,7 +60,7 @@ class _Steps(NamedTuple):
         ratios = (along * np.hypot(one, two) / risen)[1:]
         return _Pairs(
             after, first, back, along, risen, np.where(flipped, -two, one),
-            np.where(flipped, one, two), float(np.square(ratios).max(initial=0)),
+            np.where(flipped, one, two), float(ratios.max(initial=0)),
         )  # fmt: skip
 
 
@@ -74,8 +74,8 @@ class _Pairs(NamedTuple):
     :param risen: the standard deviation of the noise of the value, at scale one.
     :param shared: the coefficient of the same number in the slope.
     :param own: the standard deviation of the rest of the noise of the slope.
-    :param condition: the square of what the slope adds to the value on the way to a
-        pair, over the noise of the value. Rounding errors grow by this factor.
+    :param condition: what the slope adds to the value on the way to a pair, over the
+        noise of the value. Rounding errors grow by this factor.
     """
 
     after: np.ndarray
@@ -119,8 +119,8 @@ class RandomWalk2(dist.Distribution):
     standard deviations ``level`` and ``slope``; large ones leave the line free.
 
     A long curve is a chain of pairs of points, in work linear in n. In float32 its
-    distances may differ a hundredfold, and in float64 a millionfold. Other curves are
-    part of a dense matrix, which has at most 5000 rows.
+    distances may differ ten-thousandfold. Other curves are part of a dense matrix,
+    which has at most 5000 rows.
 
     :param points: increasing numbers, (n,), n > 1. They must be known when the model is
         traced.
@@ -282,7 +282,7 @@ class RandomWalk2(dist.Distribution):
     @property
     def _is_chain(self) -> bool:
         eps = float(jnp.finfo(self.scale.dtype).eps)
-        return self.steps.pairs.condition * eps < _LOST
+        return self.steps.pairs.condition * eps < _MOVED
 
     @property
     def _resolved(self) -> bool:

@@ -287,8 +287,8 @@ class ChainNatural(NamedTuple):
         layout, (links, whitener) = self.layout, split(self.links[0])
         ahead, along = _ahead_of(links, whitener), links.shape[:3]
         so_far = filtered(self.groups[0].reshape(links.shape), self.links[0])
-        stiff = so_far + small.product(ahead.mT, ahead)
-        covariance = small.inverse(stiff)
+        inverse = small.inverse_cholesky_of_sum(so_far, ahead)
+        covariance = small.product(inverse.mT, inverse)
         kept = None
         if whitener is None:
             gain = small.product(covariance, ahead.mT)
@@ -300,8 +300,8 @@ class ChainNatural(NamedTuple):
         ahead = ahead.reshape(*self.groups.shape[:3], -1)
         q = GroupNatural(
             layout.joined(ahead[..., 0], corner),
-            stiff.reshape(self.groups.shape), ahead[..., 1:], self.corner,
-        ).moments()  # fmt: skip
+            self.groups, ahead[..., 1:], self.corner,
+        ).moments(inverse.reshape(self.groups.shape))  # fmt: skip
         own, corner = layout.split(q.mean)
         back = jnp.concatenate([own[0][..., None], q.cross[0]], -1)
         back = back.reshape(*along, -1)

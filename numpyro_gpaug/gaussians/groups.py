@@ -198,7 +198,7 @@ class GroupNatural(NamedTuple):
         groups, each, corner = self.border.shape[1:]
         return Layout(groups, each, corner)
 
-    def moments(self) -> GroupMoments:
+    def moments(self, inverse: Array | None = None) -> GroupMoments:
         """Return mean and factors of the covariance; NaN where the precision is not
         positive definite.
 
@@ -207,7 +207,8 @@ class GroupNatural(NamedTuple):
         information to the prior's, times the precision of the dtype.
         """
         groups, each, size = self.border.shape[1:]
-        inverse = small.inverse_cholesky(self.groups)
+        if inverse is None:
+            inverse = small.inverse_cholesky(self.groups)
         half = small.product(inverse, self.border)
         flat = half.reshape(1, groups * each, size)
         schur = self.corner - flat.mT @ flat

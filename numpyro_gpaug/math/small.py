@@ -74,6 +74,32 @@ def inverse_cholesky(matrix: Array) -> Array:
     return lower / jnp.sqrt(jnp.stack(pivots, -1))[..., :, None]
 
 
+def inverse_cholesky_of_sum(matrix: Array, root: Array) -> Array:
+    """Return ``L^-1`` of the lower Cholesky factor L of each ``matrix + root' root``,
+    without the sum, which would lose small parts of ``matrix``: by the weighted
+    Gram-Schmidt method of Thornton (1976).
+
+    :param matrix: symmetric, (..., R, R).
+    :param root: (..., S, R).
+    """
+    size = matrix.shape[-1]
+    if size > SMALL:
+        return linalg.inverse_cholesky(matrix + product(root.mT, root))
+    factor, pivots = _factored(matrix)
+    own = jnp.concatenate([_stacked(factor), root.mT], -1)
+    columns = [own[..., j, :] for j in range(size)]
+    ones = jnp.ones_like(root[..., :, 0])
+    weights = jnp.concatenate([jnp.stack(pivots, -1), ones], -1)
+    for j in range(size):
+        weighted = weights * columns[j]
+        pivots[j] = (weighted * columns[j]).sum(-1)
+        for i in range(j + 1, size):
+            factor[i][j] = (weighted * columns[i]).sum(-1) / pivots[j]
+            columns[i] = columns[i] - factor[i][j][..., None] * columns[j]
+    lower = _stacked(_inverted(factor, matrix))
+    return lower / jnp.sqrt(jnp.stack(pivots, -1))[..., :, None]
+
+
 @jax.custom_jvp
 @linalg.precise
 def cholesky_and_inverse(matrix: Array) -> tuple[Array, Array]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models whose fits would be wrong or slow without a word: data that latents move out
-of their support, point estimates of effects beside their scale, and members of a plate
-that have models of their own."""
+"""Models whose fits would fail, or be wrong or slow, without a word: data that latents
+move out of their support, latents of some members of a plate, point estimates of
+effects beside their scale, and members of a plate that have models of their own."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpyro
 from jax import Array
+from numpyro import handlers
 
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.model.arguments import Arguments
@@ -76,6 +77,22 @@ def _is_finite_outside(site: dict[str, Any]) -> bool:
         )
 
 
+def refuse_drawn(survey: Survey) -> None:
+    """Raise for a latent in a plate that draws some of its members.
+
+    :raises NotConjugateError: if there is one. Posteriors could not match members.
+    """
+    for name, plate in ((n, p) for n in survey.latent for p in survey.inside[n]):
+        # Plates inside of a scan are not listed.
+        size, drawn = survey.plates.get(plate, (0, 0))
+        if drawn < size:
+            raise NotConjugateError(
+                f"the latent {name!r} is in the plate {plate!r}, which draws {drawn} "
+                f"of {size} members. Sample it in a plate of all members, and index it "
+                "by those drawn"
+            )
+
+
 def warn_of_members(survey: Survey) -> None:
     """Warn about a plate of many members that have models of their own, with
     hyperparameters and rows of their own."""
@@ -107,7 +124,14 @@ def warn_of_modes(
     """
 
     def priors(values: dict[str, Array]) -> dict[str, Any]:
-        trace = run_model(flat_functions(model), arguments, fixed_key(), values)
+        def drawn(message: dict[str, Any]) -> Array | None:
+            """Return as many members of a plate as it draws."""
+            if message["name"] not in values:
+                return None
+            return values[message["name"]][tuple(map(slice, message["fn"].shape()))]
+
+        seen = handlers.substitute(flat_functions(model), substitute_fn=drawn)
+        trace = run_model(seen, arguments, fixed_key(), {})
         return {name: trace[name]["fn"] for name in vectors}
 
     vectors = [name for name, value in others.items() if value.size > 1]

@@ -43,7 +43,11 @@ from numpyro_gpaug.model.joint import JointView
 from numpyro_gpaug.model.latents import GaussianSite, Grouping, Structure
 from numpyro_gpaug.model.links import refuse_reversed
 from numpyro_gpaug.model.observations import check_constants
-from numpyro_gpaug.model.pitfalls import refuse_moving_support, warn_of_members
+from numpyro_gpaug.model.pitfalls import (
+    refuse_drawn,
+    refuse_moving_support,
+    warn_of_members,
+)
 from numpyro_gpaug.model.program import Program, check_indices, program_of_others
 from numpyro_gpaug.model.structure import (
     Observed,
@@ -311,12 +315,13 @@ def read_joint(
     :param model: a NumPyro model.
     :param purpose: see :func:`~numpyro_gpaug.model.forms.find_form`.
     :param arguments: its arguments.
-    :raises NotConjugateError: for discrete latents, and for a site whose log-density is
-        not a sum over data of functions of one or two affine predictors each, whichever
-        latent is fixed.
+    :raises NotConjugateError: for discrete latents, for latents of some members of a
+        plate, and for a site whose log-density is not a sum over data of functions of
+        one or two affine predictors each, whichever latent is fixed.
     """
     survey = Survey(model, arguments)
     survey.refuse(survey.latent)
+    refuse_drawn(survey)
     warn_of_members(survey)
     fields = _resolved(survey)
     size = sum(prod(own.shape) for own in fields.values())
