@@ -97,8 +97,8 @@ class JointPredictiveView(JointView):
     def marks(self) -> dict[str, Array]:
         """Return checksums, by site, of the factors by which sites mix their values,
         and of the arguments that determine the factors; checksums of sparse precisions;
-        and of the scales and locations of other sites, and the factors of processes.
-        They show whether numbers of the fit have the same meaning."""
+        and of the scales and locations of other sites, and the covariances of inducing
+        values. They show whether numbers of the fit have the same meaning."""
         found = self._at_zero(self._program.outputs.factors)
         plain = self._marks_of_fields() | self._marks_of_priors()
         if not found:
@@ -125,13 +125,18 @@ class JointPredictiveView(JointView):
 
     def _marks_of_priors(self) -> dict[str, Array]:
         """Return checksums, by site, of the scales and locations of independent latents
-        that new rows share with the fit, and of the factors of processes, each with its
-        size."""
+        that new rows share with the fit, and of the covariances of inducing values,
+        each with its size."""
         outputs = self._program.outputs
         own = {s.name for s in self.structure.sites if not s.local}
         names = own - outputs.factors.keys() - outputs.precisions.keys()
         given = {k: (outputs.spreads[k], outputs.values[k]) for k in names}
         found = self._at_zero(given | outputs.kernels)
+        for k in outputs.kernels:
+            # Rounding changes the factor of a singular covariance, but not its products.
+            (factor,) = found[k]
+            waves = jnp.cos(jnp.arange(factor.shape[-2], dtype=factor.dtype))[:, None]
+            found[k] = (factor @ (factor.mT @ waves),)
         return {
             k: jnp.stack(
                 [jnp.append(_checksum(x), x.size) for x in map(jnp.ravel, parts)]
