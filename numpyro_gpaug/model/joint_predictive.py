@@ -133,7 +133,7 @@ class JointPredictiveView(JointView):
         given = {k: (outputs.spreads[k], outputs.values[k]) for k in names}
         found = self._at_zero(given | outputs.kernels)
         for k in outputs.kernels:
-            # Rounding changes the factor of a singular covariance, but not its products.
+            # Rounding determines the factor of a singular covariance.
             (factor,) = found[k]
             waves = jnp.cos(jnp.arange(factor.shape[-2], dtype=factor.dtype))[:, None]
             found[k] = (factor @ (factor.mT @ waves),)
