@@ -382,6 +382,23 @@ def test_noise_behind_means_of_very_short_steps():
     assert np.abs(differences - expected).max() > largest
 
 
+def test_an_evaluation_takes_transitions_from_the_model():
+    """Programs round them differently, and noise of short steps is far smaller."""
+
+    def model(t, y=None):
+        f = gpaug.GaussianProcess("f", kernels.Matern32(), markov=True)(t)
+        with numpyro.plate("data", len(t)):
+            numpyro.sample("y", dist.Normal(f, 0.4), obs=y)
+
+    given = np.cumsum(np.tile([1e-5, 0.02], 300)), np.ones(600)
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
+    state = svi.run(jax.random.key(0), 2, *given, progress_bar=False).state
+    q = state.natural
+    natural = {k: q[k]._replace(links=q[k].links * 1.000001) for k in q}
+    other = svi.evaluate(state._replace(natural=natural), *given)
+    np.testing.assert_allclose(other, svi.evaluate(state, *given), rtol=1e-4)
+
+
 def test_plain_numpyro_has_the_density_of_independent_numbers():
     t, y = (jnp.asarray(x[:10], jnp.float32) for x in (T, REAL))
 

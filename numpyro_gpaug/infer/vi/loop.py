@@ -89,7 +89,10 @@ def stepped(
     state = state._replace(bound=bound, data=jnp.asarray(data))
     if problem is None:
         problem = stepper.fixed(state)
-        evaluation = () if problem is None else problem.unevaluated(state.natural)
+        evaluation = ()
+        if problem is not None:
+            state = state._replace(natural=problem.rebased(state.natural))
+            evaluation = problem.unevaluated(state.natural)
     exact = problem is not None and problem.quadratic
 
     def going(carry: Any) -> Array:

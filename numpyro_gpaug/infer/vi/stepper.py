@@ -86,7 +86,8 @@ class Stepper:
         :param indices: indices of the minibatch, by plate.
         """
         problem = self.problem(state.hyper.values, key, indices)
-        return problem.restrict().evaluate(problem.select(state.natural))
+        natural = problem.rebased(state.natural)
+        return problem.restrict().evaluate(problem.select(natural))
 
     def step(
         self, state: ConjugateState, problem: Any = None, evaluation: Any = ()
@@ -176,6 +177,7 @@ class Stepper:
         values = moved(state.hyper)
         whole, pullback = self.problem_and_pullback(values, key, indices)
         self._refuse_adaptive(whole)
+        state = state._replace(natural=whole.rebased(state.natural))
         natural, schedules, evaluation, bound, size = damped_sweep(
             whole.restrict(), whole.select(state.natural), self._schedule,
             state.schedule, state.step, self._augmented(state.step),
