@@ -139,7 +139,10 @@ class JointPredictiveView(JointView):
             found[k] = (factor @ (factor.mT @ waves),)
         return {
             k: jnp.stack(
-                [jnp.append(_checksum(x), x.size) for x in map(jnp.ravel, parts)]
+                [
+                    jnp.append(_checksum(x), x.size)
+                    for x in map(jnp.ravel, jax.tree.leaves(parts))
+                ]
             )
             for k, parts in found.items()
         }

@@ -146,11 +146,10 @@ def check_start(
     if unknown := set(given) - set(params) - set(own):
         points = {k: f"{k}_auto_loc" for k in sorted(unknown)}
         known = [f"{k!r} is {v!r}" for k, v in points.items() if v in params]
+        hint = f". The point estimate of {', '.join(known)}" if known else ""
         raise ValueError(
             f"init_params names {sorted(unknown)}, but the params are "
-            f"{sorted([*params, *own])}"
-            + bool(known)
-            * f". The point estimate of {', '.join(known)}"
+            f"{sorted([*params, *own])}{hint}"
         )
 
 
