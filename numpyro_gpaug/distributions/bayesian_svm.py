@@ -32,9 +32,9 @@ class BayesianSVM(dist.Distribution):
     pseudo-likelihoods.
 
     Predictions with ``f ~ N(m, v)`` integrated out are a Bernoulli distribution by one
-    of two rules. Neither is calibrated, because training ignores the normaliser: with
-    two positives in 2000, the mean probability is 0.05. A temperature improves
-    them: :func:`numpyro_gpaug.tables.tempered`.
+    of two rules. Neither is calibrated, because training ignores the normaliser: rare
+    classes are predicted far too often. A temperature improves them:
+    :func:`numpyro_gpaug.tables.tempered`.
 
     * ``"probit"``: ``Phi(m / sqrt(1 + v))``, as in [2], a probit link;
     * ``"normalized"``: the mean of ``probs``.

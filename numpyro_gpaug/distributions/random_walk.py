@@ -119,8 +119,8 @@ class RandomWalk2(dist.Distribution):
     standard deviations ``level`` and ``slope``; large ones leave the line free.
 
     A long curve is a chain of pairs of points, in work linear in n. In float32 its
-    distances may differ ten-thousandfold. Other curves are part of a dense matrix,
-    which has at most 5000 rows.
+    distances may differ a thousandfold. Other curves are part of a dense matrix, which
+    has at most 5000 rows.
 
     :param points: increasing numbers, (n,), n > 1. They must be known when the model is
         traced.

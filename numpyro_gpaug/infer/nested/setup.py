@@ -18,9 +18,8 @@ from numpyro_gpaug.model.observations import check_observations
 from numpyro_gpaug.model.structure import from_cache
 
 # The largest number of hyperparameters for importance sampling; with more, NUTS is
-# used. (With 27, estimates were wrong at a k-hat below its limit.) With more than the
-# smaller number, NUTS also follows draws that are not certified, and models need
-# Gaussian latents.
+# used, since k-hat detects errors less well. With more than the smaller number, NUTS
+# also follows draws that are not certified, and models need Gaussian latents.
 MOST, FEW = 16, 8
 
 
