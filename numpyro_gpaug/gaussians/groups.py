@@ -205,6 +205,9 @@ class GroupNatural(NamedTuple):
         ``S`` is a difference, but its eigenvalues are at least those of the prior's
         precision. The relative loss to rounding is at most the ratio of the groups'
         information to the prior's, times the precision of the dtype.
+
+        :param inverse: inverse Cholesky factors of the groups' precisions, if these are
+            known more accurately than their product.
         """
         groups, each, size = self.border.shape[1:]
         if inverse is None:
