@@ -11,7 +11,6 @@ from numpyro_gpaug import (
     multilabel,
     plots,
     spatial,
-    tables,
     testing,
 )
 from numpyro_gpaug.distributions import (
@@ -153,7 +152,6 @@ __all__ = [
     "register_expectation",
     "spatial",
     "squared_wasserstein",
-    "tables",
     "testing",
     "with_residual",
 ]

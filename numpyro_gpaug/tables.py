@@ -15,6 +15,9 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro import handlers
 from scipy.special import log_softmax, logsumexp, softmax
+from sklearn.base import BaseEstimator, ClassifierMixin
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import check_is_fitted, validate_data
 
 from numpyro_gpaug import inducing, kernels
 from numpyro_gpaug.gp import GaussianProcess
@@ -45,7 +48,7 @@ LOG_TEMPERATURES = np.linspace(-4, 4, 81)
 FOLDS, BETTER = 5, 2.0
 
 
-class TableClassifier:
+class TableClassifier(ClassifierMixin, BaseEstimator):
     """Probabilities of classes, from a table, by Gaussian processes.
 
     Columns are standardised. Many columns may instead share one scale, as pixels do.
@@ -59,9 +62,9 @@ class TableClassifier:
     halved: where classes separate, the bound, which does not know of the temperature,
     is largest at functions that are too smooth.
 
-    The interface is that of scikit-learn's classifiers. :meth:`beside_boosting` says
-    whether gradient boosting is the better tool: for functions with steps, and many
-    rows.
+    It is a classifier of scikit-learn, for pipelines and cross-validation. Columns are
+    numbers: encode categories first. :meth:`beside_boosting` says whether gradient
+    boosting is the better tool: for functions with steps, and many rows.
 
     :param num_inducing: the number of inducing inputs at the start; see
         :func:`num_inducing`.
@@ -87,11 +90,6 @@ class TableClassifier:
         self, *, num_inducing: int | None = None, steps: int = 200, seed: int = 0
     ) -> None:
         self.num_inducing, self.steps, self.seed = num_inducing, steps, seed
-        self._svi: dict[tuple[bool, int], ConjugateSVI] = {}
-
-    def get_params(self, *, deep: bool = True) -> dict[str, Any]:
-        """Return the arguments of the constructor, for scikit-learn."""
-        return {k: getattr(self, k) for k in ("num_inducing", "steps", "seed")}
 
     def fit(self, X: Any, y: Any) -> TableClassifier:
         """Fit, and return the classifier.
@@ -100,13 +98,13 @@ class TableClassifier:
         :param y: labels, (N,), of two classes or more.
         :raises ValueError: for other arrays.
         """
-        X, y = _checked(X), np.asarray(y)
-        if y.shape != X.shape[:1]:
-            raise ValueError(f"y has shape {y.shape} and X {X.shape}; expected (N,)")
+        X, y = validate_data(self, X, y, dtype=float)
+        check_classification_targets(y)
         self.classes_, self._codes = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
             raise ValueError(f"y has one class, {self.classes_}; expected two or more")
-        self._svi, self._centre, scale = {}, X.mean(0), X.std(0)
+        self._svi: dict[tuple[bool, int], ConjugateSVI] = {}
+        self._centre, scale = X.mean(0), X.std(0)
         fit = self._fit(X, np.where(scale > 0, scale, 1), apart=X.shape[1] <= FEW)
         if X.shape[1] > FEW:
             shared = np.full_like(scale, np.sqrt(np.square(scale).mean()) or 1)
@@ -130,7 +128,9 @@ class TableClassifier:
 
         :param X: numbers, (n, D).
         """
-        return self._probabilities(self._scaled(_checked(X), self._scale))
+        check_is_fitted(self)
+        X = validate_data(self, X, dtype=float, reset=False)
+        return self._probabilities(self._scaled(X, self._scale))
 
     def predict(self, X: Any) -> np.ndarray:
         """Return the most probable labels, (n,).
@@ -138,14 +138,6 @@ class TableClassifier:
         :param X: numbers, (n, D).
         """
         return self.classes_[self.predict_proba(X).argmax(1)]
-
-    def score(self, X: Any, y: Any) -> float:
-        """Return the share of right labels.
-
-        :param X: numbers, (n, D).
-        :param y: labels, (n,).
-        """
-        return float(np.mean(self.predict(X) == np.asarray(y)))
 
     def beside_boosting(self) -> dict[str, float]:
         """Return the mean negative log-likelihoods of the labels of the fit: ``own``,
@@ -316,7 +308,7 @@ def num_inducing(X: np.ndarray, most: int | None = None, more: int = 1) -> int:
     :param more: how many times as many.
     """
     default = 100 if X.shape[1] <= FEW else 200
-    return min(more * (most or default), len(np.unique(X, axis=0)))
+    return min(more * (default if most is None else most), len(np.unique(X, axis=0)))
 
 
 def tempered(posterior: Posterior, X: Any, y: np.ndarray) -> Callable[[Any], Any]:
@@ -358,10 +350,3 @@ def _log_probs(probs: Any) -> np.ndarray:
     p = np.asarray(probs, float)
     p = np.stack([1 - p, p], 1) if p.ndim == 1 else p
     return np.log(np.maximum(p, np.finfo(np.float32).tiny))
-
-
-def _checked(X: Any) -> np.ndarray:
-    X = np.asarray(X, float)
-    if X.ndim != 2 or not np.isfinite(X).all():
-        raise ValueError(f"X has shape {X.shape}; expected finite numbers (N, D)")
-    return X

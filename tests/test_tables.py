@@ -2,7 +2,9 @@
 """Classification of tables by default."""
 
 import numpy as np
+import pandas as pd
 import pytest
+from sklearn.base import clone, is_classifier
 from threadpoolctl import threadpool_limits
 
 from numpyro_gpaug import tables
@@ -50,8 +52,11 @@ def test_what_labels_that_are_left_out_choose(monkeypatch):
     monkeypatch.setattr(tables, "UNEXPLAINED", 1)
     X = RNG.normal(size=(180, 8)) * [1, 1, *[0.01] * 6]
     y = X[:, 0] * X[:, 1] > 0
+    X = pd.DataFrame(X, columns=list("abcdefgh"))
     classifier = TableClassifier(num_inducing=40, steps=10).fit(X[:80], y[:80])
     assert classifier.score(X[80:], y[80:]) > 0.8
+    with pytest.raises(ValueError, match="feature names"):
+        classifier.predict(X[list("badcfehg")])
     assert np.ptp(classifier._scale) == 0
     assert 0.4 < classifier.result_.params["lengthscale_auto_loc"] < 0.6
 
@@ -67,12 +72,18 @@ def test_boosting_is_named_where_it_is_better():
     assert found["own"] - found["boosting"] > 2 * found["se"] > 0
 
 
+def test_scikit_learn_takes_it_for_a_classifier():
+    copy = clone(TableClassifier(steps=7).set_params(seed=3))
+    assert is_classifier(copy)
+    assert copy.get_params() == {"num_inducing": None, "seed": 3, "steps": 7}
+
+
 @pytest.mark.parametrize(
     ("X", "y", "match"),
     [
-        ([[1.0], [np.nan]], [0, 1], "finite"),
-        ([1.0, 2.0], [0, 1], "expected finite numbers"),
-        ([[1.0], [2.0]], [0, 1, 1], "y has shape"),
+        ([[1.0], [np.nan]], [0, 1], "X contains NaN"),
+        ([[1.0], [2.0]], [0, np.nan], "y contains NaN"),
+        ([[1.0], [2.0]], [0.1, 0.7], "label type: continuous"),
         ([[1.0], [2.0]], [1, 1], "one class"),
     ],
 )
