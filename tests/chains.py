@@ -80,15 +80,3 @@ def assert_same_distribution(ours, theirs, *names, bound=5.0) -> None:
 def _mean_and_error(draws):
     batches = draws[: len(draws) // 30 * 30].reshape(30, -1, draws.shape[1]).mean(1)
     return batches.mean(0), batches.std(0, ddof=1) / np.sqrt(30) + 1e-9
-
-
-def sampled(mcmc, key, *args, **kwargs):
-    """Draws of a run, by site: one program, where a start made step by step would be a
-    hundred."""
-
-    @jax.jit
-    def run(key):
-        mcmc.run(key, *args, **kwargs)
-        return mcmc.get_samples()
-
-    return jax.device_get(run(key))

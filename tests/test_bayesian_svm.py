@@ -147,25 +147,7 @@ def full_data_bound():
     return svi, result.state, -float(result.losses[-1])
 
 
-def test_full_data_bound_by_numpy(x64) -> None:
-    X, y = (np.asarray(a) for a in toy())
-    Z = X[:30]
-
-    def kernel(a, b):
-        return 2 * np.exp(-0.5 * ((a[:, None] - b) ** 2).sum(-1))
-
-    jitter = 1e-10 * 2 * np.eye(30)
-    white = np.linalg.inv(np.linalg.cholesky(kernel(Z, Z) + jitter))
-    lost = white @ jitter @ white.T
-    A = ((np.eye(30) + lost / 2 + 3 / 8 * lost @ lost) @ white @ kernel(Z, X)).T
-    bound = cavi(A, 2 - (A**2).sum(1), y)[-1]
-    np.testing.assert_allclose(full_data_bound()[-1], bound, rtol=1e-10)
-
-
-@pytest.mark.parametrize(
-    ("step_size", "most"),
-    [(None, 0.05), slow("adaptive", 4.0)],
-)
+@pytest.mark.parametrize(("step_size", "most"), [(None, 0.05), slow("adaptive", 4.0)])
 def test_minibatches_end_near_the_optimum(x64, step_size, most) -> None:
     X, y = toy()
     svi, state, best = full_data_bound()

@@ -305,17 +305,6 @@ def test_one_compilation_whatever_the_number_of_steps() -> None:
     assert svi._programs.advance.plain._cache_size() == compiled
 
 
-def test_a_run_in_two_parts_is_one_run() -> None:
-    X, y = toy(60)
-    arguments = {"inducing": X[:20], "progress_bar": False}
-    svi = fitter(learnt, "auto", ADAM)
-    whole = svi.run(KEY, 20, X, y, **arguments)
-    first = svi.run(KEY, 8, X, y, **arguments)
-    second = svi.run(KEY, 12, X, y, init_state=first.state, **arguments)
-    parts = np.concatenate([first.losses, second.losses])
-    np.testing.assert_allclose(parts, whole.losses, rtol=1e-12)
-
-
 def test_what_a_user_holds_is_never_overwritten() -> None:
     X, y = toy(60)
     Z = jnp.array(X[:4])

@@ -49,6 +49,12 @@ def run(script: str, folder: Path, *options: str) -> str:
     return done.stdout
 
 
+def found_by(benchmark: str, folder: Path, *options: str) -> dict[str, Any]:
+    """Return what a benchmark writes."""
+    run(f"benchmarks/{benchmark}", folder, *options, "--json", "found.json")
+    return json.loads((folder / "found.json").read_text())
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder with small data of every kind the examples read."""
@@ -96,9 +102,8 @@ def test_neither_chains_nor_threads_hang(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_drawn_classes_err_as_all_classes_do(tmp_path: Path) -> None:
     steps = ["--drawn", "3", "--steps", "10", "--drawn-steps", "200"]
-    size = ["--train", "500", "--inducing", "40", "--json", "found.json"]
-    run("benchmarks/class_subsampling", tmp_path, *steps, *size)
-    found = json.loads((tmp_path / "found.json").read_text())["results"]
+    size = ["--train", "500", "--inducing", "40"]
+    found = found_by("class_subsampling", tmp_path, *steps, *size)["results"]
     errors = {row["way"]: row["error"] for row in found}
     assert set(errors) == {"whole", "sampled", "normalised"}
     assert max(errors.values()) < errors["whole"] + 0.05
@@ -107,8 +112,7 @@ def test_drawn_classes_err_as_all_classes_do(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_benchmark_of_fields_runs_at_small_sizes(tmp_path: Path) -> None:
     cases = ["--cases", "lattice log det", "lattice icar"]
-    run("benchmarks/fields", tmp_path, "--quick", *cases, "--json", "found.json")
-    one, other = json.loads((tmp_path / "found.json").read_text())["rows"]
+    one, other = found_by("fields", tmp_path, "--quick", *cases)["rows"]
     assert one["log det"] < 1e-9
     assert other["nodes"] == 289
     assert 0 < other["hyper"]["scale"] < 1
@@ -118,8 +122,7 @@ def test_benchmark_of_fields_runs_at_small_sizes(tmp_path: Path) -> None:
 def test_benchmark_of_crossed_effects_runs_at_small_sizes(tmp_path: Path) -> None:
     # The second has binary data, in both forms.
     cases = ["--cases", "normal", "exact"]
-    run("benchmarks/crossed", tmp_path, "--quick", *cases, "--json", "found.json")
-    normal, exact = json.loads((tmp_path / "found.json").read_text())["rows"]
+    normal, exact = found_by("crossed", tmp_path, "--quick", *cases)["rows"]
     assert normal["noise"] < 0.05
     assert normal["error"] < 0.2
     assert exact["sds"] < 0.03
@@ -128,8 +131,7 @@ def test_benchmark_of_crossed_effects_runs_at_small_sizes(tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_benchmark_of_series_runs_at_small_sizes(tmp_path: Path) -> None:
     cases = ["--cases", "equality"]
-    run("benchmarks/markov", tmp_path, "--quick", *cases, "--json", "found.json")
-    (found,) = json.loads((tmp_path / "found.json").read_text())["rows"]
+    (found,) = found_by("markov", tmp_path, "--quick", *cases)["rows"]
     assert max(found[k] for k in ("bound", "dense", "slope", "mean", "variance")) < 1e-8
 
 
@@ -145,8 +147,7 @@ def test_benchmark_of_many_responses(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_benchmark_of_first_results_runs_with_a_rival(tmp_path: Path) -> None:
     cases = ["--cases", "days", "--methods", "here", "nuts", "--draws", "20"]
-    run("benchmarks/felt", tmp_path, *cases, "--many", "30", "--json", "found.json")
-    found = json.loads((tmp_path / "found.json").read_text())["rows"]
+    found = found_by("felt", tmp_path, *cases, "--many", "30")["rows"]
     assert [x["case"] for x in found[:2]] == ["days here", "days nuts"]
     assert {"imports", "tenth", "served", "other"} <= found[0].keys()
     assert found[0]["cached"] > 0
@@ -156,8 +157,7 @@ def test_benchmark_of_first_results_runs_with_a_rival(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_recipe_is_not_worse_than_logistic_regression(tmp_path: Path) -> None:
     size = ["--sets", "breast_cancer", "--splits", "1", "--inducing", "50"]
-    run("benchmarks/recipe", tmp_path, *size, "--json", "found.json")
-    found = json.loads((tmp_path / "found.json").read_text())["results"]
+    found = found_by("recipe", tmp_path, *size)["results"]
     nll = {row["method"]: row["nll"] for row in found}
     assert set(nll) == {"logistic", "now", "before"}
     assert nll["now"] < nll["logistic"] + 0.03

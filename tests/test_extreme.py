@@ -1,16 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Very many classes: the normaliser as a factor, classes and rows drawn by plates."""
+"""Very many classes: the normaliser as a factor."""
 
 from itertools import combinations
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpyro
-import numpyro.distributions as dist
-import optax
 import pytest
-from numpyro import handlers
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.likelihoods.contract import lookup_augmentation
@@ -104,65 +100,3 @@ def test_a_factor_cannot_be_drawn() -> None:
         d.sample(KEY)
     with pytest.raises(ValueError, match="num_classes=2"):
         gpaug.LogisticNormalizer(jnp.zeros(3), 2, 1.0)
-
-
-CLASSES, PER_CLASS = 12, 25
-KERNEL = gpaug.kernels.SquaredExponential(1.0, 4.0)
-
-
-def sampled(X, members, *, inducing, num_rows=None, num_drawn=None):
-    """K classes, B background rows for their normaliser, p members of each class.
-
-    :param members: rows of each class, (C, p); here all of them.
-    """
-    N = X.shape[0]
-    gp = gpaug.GaussianProcess("f", KERNEL, inducing, num_latents=CLASSES)
-    zeta = numpyro.param(
-        "zeta", jnp.full(N, CLASSES / 2), constraint=dist.constraints.positive
-    )
-    with numpyro.plate("classes", CLASSES, subsample_size=num_drawn) as drawn:
-        pass
-    data = numpyro.plate("data", N, subsample_size=num_rows)
-    with data as rows:
-        pass
-    own = members[drawn]
-    f = gp(jnp.concatenate([X[rows], X[own.ravel()]]), latents=drawn)
-    background, f_own = f[: len(rows)], f[len(rows) :]
-    f_own = f_own.reshape(*own.shape, len(drawn))
-    f_own = jnp.take_along_axis(f_own, jnp.arange(len(drawn))[:, None, None], 2)[..., 0]
-    with data:
-        d = gpaug.LogisticNormalizer(background, CLASSES, zeta[rows])
-        numpyro.sample("rest", d, obs=jnp.zeros(len(rows)))
-    with handlers.scale(scale=CLASSES / len(drawn)):
-        numpyro.sample(
-            "own", dist.Bernoulli(logits=f_own).to_event(2),
-            obs=jnp.ones(own.shape, int),
-        )  # fmt: skip
-
-
-def whole(X, y=None, *, inducing):
-    gp = gpaug.GaussianProcess("f", KERNEL, inducing, num_latents=CLASSES)
-    with numpyro.plate("data", X.shape[0]):
-        numpyro.sample("y", gpaug.LogisticSoftmax(gp(X)), obs=y)
-
-
-def clusters(per_class, seed):
-    centres = 2 * np.random.default_rng(0).normal(size=(CLASSES, 2))
-    y = np.repeat(np.arange(CLASSES), per_class)
-    noise = np.random.default_rng(seed).normal(size=(len(y), 2))
-    return jnp.asarray((centres[y] + 0.6 * noise).astype("float32")), jnp.asarray(y)
-
-
-@pytest.mark.slow
-def test_all_classes_at_once_bound_the_logistic_softmax() -> None:
-    X, y = clusters(6, 1)
-    members = jnp.asarray(np.arange(len(X)).reshape(CLASSES, 6))
-    Z = np.asarray(X)[::4]
-    svi = gpaug.ConjugateSVI(
-        sampled, gpaug.AutoSparseGP(sampled), optax.adam(0.1), updates="exact"
-    )
-    result = svi.run(KEY, 100, X, members, inducing=Z, progress_bar=False)
-    full = gpaug.ConjugateSVI(whole, gpaug.AutoSparseGP(whole))
-    exact = full.run(KEY, 60, X, y, inducing=Z, progress_bar=False)
-    gap = (result.losses[-1] - exact.losses[-1]) / len(X)
-    assert 0 < gap < 0.03

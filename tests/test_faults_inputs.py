@@ -139,27 +139,43 @@ def plated(X, y=None, *, inducing, size, batch=None, take=False, doubled=False):
         numpyro.sample("y", dist.Bernoulli(logits=gp(inputs)), obs=obs)
 
 
-@pytest.mark.parametrize("take", [False, True])
-@pytest.mark.parametrize("batch", [None, 4, 16])
-def test_a_plate_larger_than_its_data(batch, take) -> None:
-    with pytest.raises(ValueError, match=r"'data' has size 400.*shape \(16, 2\)"):
-        init(plated, X, Y, size=400, batch=batch, take=take)
+LARGER = r"'data' has size 400.*shape \(16, 2\)"
+SMALLER = r"'data' has size {}, .* shape \(16, 2\), so that its other rows"
+ONE_ROW = "plate 'data', which has .* 1 of 16 rows"
+NUMBER = "size of plate 'data' must be "
 
 
-@pytest.mark.parametrize(("size", "batch"), [(8, None), (8, 4), (1, None), (12, 12)])
-def test_a_plate_smaller_than_its_data(size, batch) -> None:
-    message = rf"'data' has size {size}, .* shape \(16, 2\), so that its other rows"
-    for inputs in (X, X - X.mean(0)):
-        with pytest.raises(ValueError, match=message):
-            init(plated, inputs, Y, size=size, batch=batch)
-
-
-@pytest.mark.parametrize(("rows", "labels"), [(16, 20), (20, 16), (1, 16), (16, 1)])
-@pytest.mark.parametrize("of", [0, 1])
-def test_inputs_and_labels_of_other_lengths(rows, labels, of) -> None:
-    given = toy(rows)[0], toy(labels)[1]
-    with pytest.raises(ValueError, match="plate 'data' has size"):
-        init(plated, *given, size=len(given[of]))
+@pytest.mark.parametrize(
+    ("data", "how", "message"),
+    [
+        *(
+            ((X, Y), {"size": 400, "batch": b, "take": t}, LARGER)
+            for b in (None, 4, 16)
+            for t in (False, True)
+        ),
+        *(
+            ((inputs, Y), {"size": size, "batch": b}, SMALLER.format(size))
+            for size, b in ((8, None), (8, 4), (1, None), (12, 12))
+            for inputs in (X, X - X.mean(0))
+        ),
+        *(
+            ((toy(rows)[0], toy(labels)[1]), {"size": size}, "plate 'data' has size")
+            for rows, labels in ((16, 20), (20, 16), (1, 16), (16, 1))
+            for size in (rows, labels)
+        ),
+        ((X, np.int32(1)), {"size": 16}, r"have shapes \[\(16, 2\), \(\), \(4, 2\)"),
+        ((X, Y), {"size": 16, "batch": -5}, f"sub.*{NUMBER}a whole .* >= 1, got -5"),
+        ((X, Y), {"size": 16, "batch": 0}, f"subsample_{NUMBER}"),
+        ((X, Y), {"size": 16, "batch": 2.5}, f"subsample_{NUMBER}"),
+        ((X, Y), {"size": 16, "batch": 8.0}, f"subsample_{NUMBER}an int, got 8.0"),
+        ((X, Y), {"size": 16, "batch": True}, f"subsample_{NUMBER}an int, got True"),
+        ((X, Y), {"size": 2.5}, f"{NUMBER}a whole number"),
+        ((X, Y), {"size": 16, "batch": 50}, "subsample_size 50, more than its size 16"),
+    ],
+)
+def test_a_plate_that_does_not_fit_its_data(data, how, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        init(plated, *data, **how)
 
 
 def rows_passed_in(X, y=None, *, inducing, size, batch=None):
@@ -168,16 +184,17 @@ def rows_passed_in(X, y=None, *, inducing, size, batch=None):
         numpyro.sample("y", dist.Bernoulli(logits=gp(X)), obs=y)
 
 
-@pytest.mark.parametrize(("size", "batch"), [(1, None), (16, 1), (400, 1)])
-def test_a_plate_of_one_row(size, batch) -> None:
-    """All rows would be broadcast into it, and count ``size`` times."""
-    with pytest.raises(ValueError, match="plate 'data', which has .* 1 of 16 rows"):
+@pytest.mark.parametrize(
+    ("size", "batch", "message"),
+    [
+        # All rows would be broadcast into it, and count ``size`` times.
+        *((size, b, ONE_ROW) for size, b in ((1, None), (16, 1), (400, 1))),
+        (25, None, r"a plate .* have shapes \[\(16, 2\), \(16,\)"),
+    ],
+)
+def test_a_plate_that_does_not_fit_rows_passed_in(size, batch, message) -> None:
+    with pytest.raises(ValueError, match=message):
         init(rows_passed_in, X, Y, size=size, batch=batch)
-
-
-def test_labels_that_are_a_number() -> None:
-    with pytest.raises(ValueError, match=r"have shapes \[\(16, 2\), \(\), \(4, 2\)"):
-        init(plated, X, np.int32(1), size=16)
 
 
 def test_later_rows_that_a_plate_leaves_out(fitted) -> None:
@@ -231,35 +248,6 @@ def test_a_later_plate_larger_than_its_data(fitted) -> None:
     state = svi.init(KEY, X, Y, inducing=Z, size=16, batch=4)
     with pytest.raises(ValueError, match="'data' has size 40,"):
         svi.update(state, X, Y, inducing=Z, size=40, batch=4)
-
-
-@pytest.mark.parametrize(
-    ("size", "batch", "message"),
-    [
-        (16, -5, "subsample_size of plate 'data' must be a whole number >= 1, got -5"),
-        (16, 0, "subsample_size of plate 'data'"),
-        (16, 2.5, "subsample_size of plate 'data'"),
-        (16, 8.0, "subsample_size of plate 'data' must be an int, got 8.0"),
-        (16, True, "subsample_size of plate 'data' must be an int, got True"),
-        (2.5, None, "size of plate 'data' must be a whole number"),
-        (16, 50, "subsample_size 50, more than its size 16"),
-    ],
-)
-def test_sizes_of_plates(size, batch, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        init(plated, X, Y, size=size, batch=batch)
-
-
-def test_a_plate_of_another_size_than_its_data() -> None:
-    def model(X, y=None, *, inducing):
-        gp = gpaug.GaussianProcess("f", KERNEL(), inducing)
-        with numpyro.plate("data", 25):
-            numpyro.sample("y", dist.Bernoulli(logits=gp(X)), obs=y)
-
-    with pytest.raises(
-        ValueError, match=r"a plate .* have shapes \[\(16, 2\), \(16,\)"
-    ):
-        init(model, X, Y)
 
 
 # -- observations ---------------------------------------------------------------------

@@ -418,12 +418,6 @@ def test_large_steps_neither_stall_nor_seem_to_have_converged(rate) -> None:
         assert fitted(tol=1e-2)[-1] < whole[-1] + 0.1
 
 
-@pytest.mark.slow
-def test_a_fit_stops_where_there_is_nothing_left_to_learn() -> None:
-    settled = make(model, optax.adam(0.3))
-    assert len(run(settled, 3000, tol=1e-2).losses) < 3000
-
-
 def test_what_is_no_state_is_refused(tmp_path) -> None:
     svi = make()
     result = run(svi, 2)

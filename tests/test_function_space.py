@@ -133,17 +133,6 @@ def test_other_latents_have_params_of_another_guide() -> None:
     assert found == {"f", "f.v_auto_tril", "noise", "beta"} | params
 
 
-@pytest.mark.slow
-def test_other_latents_go_to_another_guide() -> None:
-    X = inputs()
-    noise = 0.1 * np.random.default_rng(0).normal(size=60)
-    y = (X @ np.array([1.0, -2.0]) + noise).astype("float32")
-    guide, loss = guide_with_slopes(), gpaug.TraceWasserstein_ELBO(num_points=20)
-    _, result = fit(with_slopes, guide, loss, X, y, Z=X[:10])
-    np.testing.assert_allclose(result.params["beta_auto_loc"], [1, -2], atol=0.15)
-    assert set(guide.median(result.params)) == {"noise", "beta"}
-
-
 # -- prediction ---------------------------------------------------------------------
 
 

@@ -176,15 +176,6 @@ def test_pytree_and_jit(shape, parameter):
 
 
 @pytest.mark.usefixtures("x64")
-def test_vmap_over_blocks(parameter):
-    q, _, _ = draw_block((3, 4), parameter)
-    value = np.linspace(-1, 1, 12).reshape(3, 4)
-    each = jax.vmap(lambda m, t, x: BlockGaussian(m, t, parameter).log_prob(x))
-    blocks = np.asarray(jax.jit(each)(q.loc, q.tril, value))
-    assert_close(blocks.sum(), *log_prob(q, value))
-
-
-@pytest.mark.usefixtures("x64")
 def test_signs_of_the_diagonal_do_not_matter(shape, parameter):
     q, _, _ = draw_block(shape, parameter)
     tril = np.asarray(q.tril) * [1.0, -1, -1, 1]

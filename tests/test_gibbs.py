@@ -160,16 +160,6 @@ def test_elliptical_slices_draw_from_the_posterior() -> None:
 # -- against NUTS ----------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", [noise_that_varies, classes])
-def test_several_latents(model) -> None:
-    y = LABELS + (X[:, 1] > 0) if model is classes else jnp.asarray(X[:, 0])
-    data = {"inducing": X[:8]}
-    reference = run(NUTS(model), X, y, num_warmup=500, num_samples=6000, **data)
-    gibbs = run(gpaug.AugmentedGaussian(model), X, y, num_samples=20000, **data)
-    assert_same_distribution(gibbs.get_samples(), reference.get_samples(), "f")
-
-
 def parted(X, y=None):
     """Two data sets of a process, one of weights and a scalar, and a scalar that no
     datum depends on."""
@@ -344,15 +334,6 @@ def test_several_chains(method) -> None:
     assert w.shape == (2, 4, 2)
     assert np.isfinite(w).all()
     assert not np.allclose(w[0], w[1])
-
-
-def test_samples_feed_predictive() -> None:
-    latents = chains_of_classifier(np.full(20, fill_value=True), LABELS)["f.v"][::400]
-    predictive = numpyro.infer.Predictive(classifier, {"f.v": latents})
-    found = jax.jit(lambda key: predictive(key, X[:4], inducing=X[:6]))(KEY)
-    assert found["y"].shape == (len(latents), 4)
-    f = 0.5 + latents @ projection(slice(4)).T
-    assert np.corrcoef(np.ravel(found["f"]), f.ravel())[0, 1] > 0.99
 
 
 # -- refusals --------------------------------------------------------------------------

@@ -122,7 +122,8 @@ def covariance(model, t):
 @pytest.mark.parametrize(
     ("model", "t"),
     [
-        (walk, TIME), (subjects, SUBJECT), (process, np.arange(40)),
+        (walk, TIME), (subjects, SUBJECT),
+        slow(process, np.arange(40)),  # dense, as mixed models above
         slow(states, np.arange(40)),  # quick in test_structures.py
     ],
 )  # fmt: skip
@@ -156,7 +157,7 @@ def test_a_step_with_gaussian_noise_is_a_draw_of_the_posterior(
     assert apart.max() < 6 * np.sqrt(2 / count)
 
 
-@pytest.mark.parametrize(("model", "t"), [(walk, TIME), (subjects, SUBJECT)])
+@pytest.mark.parametrize(("model", "t"), [(walk, TIME), slow(subjects, SUBJECT)])
 def test_other_blocks_leave_values_as_they_are(model, t, x64, monkeypatch) -> None:
     monkeypatch.setattr(costs, "_OVERHEAD", 0)
 

@@ -13,7 +13,6 @@ import numpyro.distributions as dist
 import pytest
 
 import numpyro_gpaug as gpaug
-from numpyro_gpaug.distributions.predictor_mixture import PredictorMixture
 from numpyro_gpaug.model.arguments import Arguments
 from tests.conftest import slow
 from tests.problems import unfitted
@@ -169,43 +168,6 @@ def test_a_posterior_is_no_tree(posterior, function):
         function(posterior)
 
 
-@pytest.mark.parametrize(
-    "likelihood",
-    [
-        lambda f: dist.Normal(f, jnp.array(0.5)),
-        slow(lambda f: dist.ZeroInflatedPoisson(jnp.array(0.3), jnp.exp(f))),
-    ],
-)
-def test_draws_of_mixtures_have_their_moments_and_are_independent(likelihood):
-    """For numbers a node is drawn first; distributions with others inside draw from all
-    nodes.
-    """
-    f = np.array([[-1.0, 0.5], [0.2, -0.3], [1.5, 2.0]], "float32")
-    treedef = jax.tree.structure(likelihood(f[0]))
-    stacked = [jax.tree.leaves(likelihood(row)) for row in f]
-    varies = tuple(jnp.ndim(x) == 1 for x in stacked[0])
-    leaves = tuple(
-        jnp.stack(xs) if v else xs[0]
-        for xs, v in zip(zip(*stacked, strict=True), varies, strict=True)
-    )
-    weights = jnp.array([0.2, 0.5, 0.3])
-    num = 20_000
-
-    @jax.jit
-    def everything(key):
-        mixture = PredictorMixture(leaves, weights, treedef, varies, (2,), ())
-        assert mixture.sample(key).shape == (2,)
-        return mixture.sample(key, (2, num // 2)), mixture.mean, mixture.variance
-
-    draws, mean, variance = (np.asarray(x, float) for x in everything(KEY))
-    assert draws.shape == (2, num // 2, 2)
-    draws = draws.reshape(num, 2)
-    error = np.sqrt(variance / num)
-    assert (np.abs(draws.mean(0) - mean) < 4 * error).all()
-    np.testing.assert_allclose(draws.var(0), variance, rtol=0.08)
-    assert abs(np.corrcoef(draws.T)[0, 1]) < 4 / np.sqrt(num)
-
-
 def counted(group, y=None, *, groups=4):
     with numpyro.plate("groups", groups):
         a = numpyro.sample("a", dist.Normal(0, 1))
@@ -245,24 +207,6 @@ def test_another_number_of_members_is_another_guides_work(later):
         posterior["a"].mean[:4], svi.posterior(first)["a"].mean, atol=1e-3
     )
     np.testing.assert_allclose(run(group, y).losses[-1], first.losses[-1], rtol=1e-6)
-
-
-def test_batches_that_are_passed_in_are_checked_too():
-    def model(group, y=None):
-        with numpyro.plate("groups", 4):
-            a = numpyro.sample("a", dist.Normal(0, 1))
-        with numpyro.plate("data", 40, subsample_size=len(group)):
-            numpyro.sample("y", dist.Poisson(jnp.exp(a[group])), obs=y)
-
-    svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model), optim=None)
-    group, y = np.arange(40) % 4, np.arange(40) % 5
-    state = svi.init(KEY, group[:10], y[:10])
-    for start in (10, 20):
-        part = slice(start, start + 10)
-        state, loss = svi.update(state, group[part], y[part])
-        assert np.isfinite(loss)
-    with pytest.raises(ValueError, match="codes 0 to 3"):
-        svi.update(state, group[:10] + 1, y[:10])
 
 
 def test_several_predictors_need_a_name_and_kinks_are_warned_of(tmp_path):

@@ -191,21 +191,6 @@ def test_labels_by_quadrature_have_probabilities(likelihood):
     )
 
 
-@pytest.mark.slow
-def test_labels_by_quadrature_keep_their_distribution_over_hyperparameters():
-    def model(t, y=None):
-        tau = numpyro.sample("tau", dist.HalfNormal(1))
-        b = numpyro.sample("b", dist.Normal(0, tau))
-        with numpyro.plate("data", len(t)):
-            numpyro.sample("y", probit(b * t), obs=y)
-
-    nested = gpaug.NestedVI(model, num_points=64, progress_bar=False)
-    nested.run(KEY, T, DIED.astype(int))
-    found = nested.posterior().predict_y(T).probs
-    expected = ndtr(nested.get_samples()["b"][:, None] * T).mean(0)
-    np.testing.assert_allclose(found, expected, atol=0.03)
-
-
 def test_members_that_other_data_look_at_by_codes_are_known_in_predictions():
     """Subjects have visits, and an outcome each in their own plate."""
 
@@ -249,20 +234,3 @@ def test_members_of_a_table_are_known_by_their_places():
     np.testing.assert_allclose(posterior.predict_y(new).mean, np.tile(a, (4, 1)))
     found = posterior.predict_y(np.ones((4, 4)), subjects=4).mean
     np.testing.assert_allclose(found[0], [*a, 0])
-
-
-@pytest.mark.slow
-def test_a_table_without_inputs_is_predicted_as_it_was_fitted():
-    def model(subjects, items, y=None):
-        with numpyro.plate("subjects", subjects, dim=-1):
-            a = numpyro.sample("a", dist.Normal(0, 1))
-        with numpyro.plate("items", items, dim=-2):
-            b = numpyro.sample("b", dist.Normal(0, 1))
-        plates = ("subjects", subjects, -1), ("items", items, -2)
-        columns, rows = (numpyro.plate(k, n, dim=dim) for k, n, dim in plates)
-        with columns, rows:
-            numpyro.sample("y", dist.Normal(a + b, 0.5), obs=y)
-
-    posterior = fitted(model, 3, 4, RNG.normal(size=(4, 3)))
-    expected = posterior["a"].mean + posterior["b"].mean
-    np.testing.assert_allclose(posterior.predict_y(3, 4).mean, expected, atol=1e-6)

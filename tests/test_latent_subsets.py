@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-import optax
 import pytest
 
 import numpyro_gpaug as gpaug
@@ -17,13 +16,9 @@ KEY = jax.random.key(0)
 LABELS = 6
 
 
-def model(X, Y=None, *, inducing, num_drawn=None, learn=False, shift=None):
+def model(X, Y=None, *, inducing, num_drawn=None, shift=None):
     """One process per label; the plate of the labels draws some of them."""
-    variance = 2.0
-    if learn:
-        positive = dist.constraints.positive
-        variance = numpyro.param("variance", 2.0, constraint=positive)
-    kernel = gpaug.kernels.Matern52(variance=variance)
+    kernel = gpaug.kernels.Matern52(variance=2.0)
     gp = gpaug.GaussianProcess("f", kernel, inducing, num_latents=LABELS)
     with (
         numpyro.plate("labels", LABELS, subsample_size=num_drawn, dim=-1) as label,
@@ -92,17 +87,6 @@ def test_whole_steps_on_some_labels_reach_the_fit_of_all(data) -> None:
     error = np.std(losses) / np.sqrt(len(losses))
     assert error > 0
     assert abs(np.mean(losses) - whole.losses[-1]) < 3.5 * error
-
-
-@pytest.mark.slow
-def test_hyperparameters_by_stochastic_gradients(data) -> None:
-    _, some = fit(
-        data, 600, optax.adam(0.02), step_size=1.0, num_drawn=2, learn=True
-    )  # fmt: skip
-    _, whole = fit(data, 200, optax.adam(0.05), learn=True)
-    np.testing.assert_allclose(
-        some.params["variance"], whole.params["variance"], rtol=0.2
-    )
 
 
 @pytest.mark.parametrize(

@@ -574,18 +574,6 @@ def test_inputs_in_other_units_than_the_lengthscale_are_named(
     assert found.state.unreached["f"] > reach.MOST_UNREACHED
 
 
-@pytest.mark.slow
-def test_units_beside_a_joint_gaussian(learnt, recwarn) -> None:
-    _, (X, y), _ = learnt
-    joint = gpaug.ConjugateSVI(classifier, gpaug.AutoLatentGaussian(classifier))
-    with pytest.warns(UserWarning, match=UNITS.format("equal at all rows")):
-        run(joint, np.float32(1e-3) * X, y, steps=3)
-    # A long lengthscale with a large variance is a trend.
-    unlike = {"lengthscale": jnp.float32(1e3), "variance": jnp.float32(1e6)}
-    run(joint, X, y, steps=3, init_params=unlike)
-    assert not recwarn.list
-
-
 def conditional(kernel, X, Z):
     with handlers.seed(rng_seed=0):
         gp = gpaug.GaussianProcess("f", kernel, jnp.asarray(Z))

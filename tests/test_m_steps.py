@@ -186,22 +186,6 @@ def test_refusals(make, message: str) -> None:
         fitter().init(KEY, X, y, inducing=Z, name=make)
 
 
-@pytest.mark.slow
-def test_of_a_joint_gaussian_it_is_the_same(x64) -> None:
-    """One process alone has the same bound in either guide."""
-    X, y, Z = data("real")
-    fits = []
-    for guide in (gpaug.AutoSparseGP(model), gpaug.AutoLatentGaussian(model)):
-        svi = gpaug.ConjugateSVI(model, guide, None, m_step="theta")
-        fits.append(
-            svi.run(KEY, 9, X, y, inducing=Z, name="normal", progress_bar=False)
-        )
-    blocks, joint = fits
-    assert joint.params["theta"] < 1
-    np.testing.assert_allclose(joint.params["theta"], blocks.params["theta"], rtol=1e-8)
-    np.testing.assert_allclose(joint.losses, blocks.losses, rtol=1e-8)
-
-
 def grouped(group, y=None, *, noise):
     """Random effects, whose scale is learnt by another way."""
     theta = positive("theta", 3.0)

@@ -142,62 +142,6 @@ def test_the_bound_is_the_evidence_that_a_quasiseparable_solver_finds(dtype):
         )
 
 
-def kernel_of_effects():
-    return kernels.Matern12(2.0) * kernels.Cosine(6.0) + kernels.Constant(0.5)
-
-
-def effects(t, x, group, y=None, *, counts=False, markov=True, inducing=None):
-    beta = numpyro.sample("beta", dist.Normal(0, 2))
-    with numpyro.plate("groups", GROUPS):
-        b = numpyro.sample("b", dist.Normal(0, 0.5))
-    f = gpaug.GaussianProcess("f", kernel_of_effects(), inducing, markov=markov)(t)
-    eta = numpyro.deterministic("eta", f + beta * x + b[group])
-    with numpyro.plate("data", len(t)):
-        likelihood = dist.Poisson(jnp.exp(eta)) if counts else dist.Normal(eta, 0.3)
-        numpyro.sample("y", likelihood, obs=y)
-
-
-def fitted(*args, **kwargs):
-    guide = gpaug.AutoLatentGaussian(effects)
-    svi = gpaug.ConjugateSVI(effects, guide)
-    result = svi.run(jax.random.key(0), 30, *args, progress_bar=False, **kwargs)
-    return guide, result, svi.posterior(result)
-
-
-def moments_of_effects(t, x, group, y, new):
-    """The evidence of real data, and moments of f and eta at new rows, by NumPy."""
-    both = [np.concatenate([a, b]) for a, b in zip((t, x, group), new, strict=True)]
-    times, columns, groups = (np.asarray(a, float) for a in both)
-    with enable_x64(True):
-        of_f = np.asarray(kernel_of_effects()(times, times))
-    of_eta = of_f + 4 * np.outer(columns, columns)
-    of_eta += 0.25 * (groups[:, None] == groups)
-    cut = len(t)
-    whole = of_eta[:cut, :cut] + 0.09 * np.eye(cut)
-    d = scipy.stats.multivariate_normal(np.zeros(cut), whole)
-    found = []
-    for covariance in (of_f, of_eta):
-        gain = np.linalg.solve(whole, covariance[:cut, cut:]).T
-        # Effects are independent of f: the data covary with it as f does.
-        spread = covariance[cut:, cut:] - gain @ covariance[:cut, cut:]
-        found.append((gain @ y, spread))
-    return d.logpdf(y), *found
-
-
-@pytest.mark.slow
-def test_forecasts_and_draws(dtype):
-    data = *(np.asarray(x, dtype) for x in (T, COLUMN)), GROUP
-    new = np.asarray(T_NEW, dtype), np.ones(11, dtype), np.arange(11) % 4
-    *_, posterior = fitted(*data, np.asarray(REAL, dtype))
-    _, (mean, covariance), _ = moments_of_effects(*data, REAL, new)
-    found = posterior.predict_f(*new, site="f")
-    tolerance = {"float32": 2e-4, "float64": 1e-10}[dtype]
-    np.testing.assert_allclose(found.mean, mean, atol=tolerance)
-    np.testing.assert_allclose(found.variance, np.diag(covariance), atol=tolerance)
-    draws = posterior.sample(jax.random.key(1), *new, site="f", sample_shape=(4000,))
-    np.testing.assert_allclose(np.cov(np.asarray(draws).T), covariance, atol=0.1)
-
-
 def sensors(t, u, y=None, z=None):
     """Two sensors, each with its own times, and a common level."""
     level = numpyro.sample("level", dist.Normal(0, 1))

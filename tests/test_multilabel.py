@@ -4,7 +4,6 @@
 import itertools
 import json
 import math
-import os
 import threading
 from pathlib import Path
 
@@ -120,14 +119,6 @@ def test_svmlight(tmp_path, zero_based):
     assert (wider.X.dtype, wider.Y.dtype) == ("float32", "int8")
 
 
-def test_the_two_text_formats_agree(tmp_path):
-    rows = "0,3 0:1.5 4:-2\n 2:1\n1 1:0.25\n"
-    one = load_xmc(write(tmp_path, "3 5 4\n" + rows))
-    other = load_svmlight(write(tmp_path, rows), zero_based=True)
-    np.testing.assert_array_equal(one.X.toarray(), other.X.toarray())
-    np.testing.assert_array_equal(one.Y.toarray(), other.Y.toarray())
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -184,17 +175,6 @@ def test_malformed_npz(tmp_path):
         load_npz(path, "test")
 
 
-def test_bibtex():
-    beside = Path(__file__).resolve().parents[2] / "shared" / "data"
-    path = Path(os.environ.get("GPAUG_DATA", beside)) / "xmc_bibtex.npz"
-    if not path.exists():
-        pytest.skip("set GPAUG_DATA to the folder of xmc_bibtex.npz")
-    train, test = load_npz(path, "train"), load_npz(path, "test")
-    assert (train.X.shape, train.Y.shape) == ((4880, 1836), (4880, 159))
-    assert (test.X.shape, test.Y.shape) == ((2515, 1836), (2515, 159))
-    assert train.Y.nnz == 11684
-
-
 # -- sampling --------------------------------------------------------------------------
 
 
@@ -231,14 +211,6 @@ def test_batches_are_what_they_say(num_negatives):
             seen = dense[row, batch.labels[i][used]]
             np.testing.assert_array_equal(seen, batch.targets[i][used])
         np.testing.assert_allclose(batch.weights.sum(1), 11, rtol=1e-6)
-
-
-def test_as_many_negatives_as_there_are_give_the_exact_sum():
-    Y = draw(1)
-    g = np.random.default_rng(0).normal(size=Y.shape)
-    batch = next(LabelSampler(Y, 20, 11).epoch(0))
-    estimate = np.sum(batch.weights * g[batch.rows[:, None], batch.labels], 1)
-    np.testing.assert_allclose(estimate, g[batch.rows].sum(1), rtol=1e-6)
 
 
 @pytest.mark.parametrize("density", [0.0, 1.0])

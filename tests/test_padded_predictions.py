@@ -51,16 +51,6 @@ def matrices(X, group, y=None):
         numpyro.sample("y", likelihood, obs=y)
 
 
-def skewed(X, group, y=None):
-    """Mixtures over nodes and over hyperparameters."""
-    tau = numpyro.sample("tau", dist.HalfNormal(1))
-    b = numpyro.sample("b", dist.Normal(0, tau).expand([2]).to_event(1))
-    eta = numpyro.deterministic("eta", X @ b)
-    with numpyro.plate("data", len(X)):
-        y = None if y is None else y + 0.5
-        numpyro.sample("y", dist.Gamma(2.0, jnp.exp(eta)), obs=y)
-
-
 def joint_fit(model):
     svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
     fit = svi.run(KEY, 10, X[:20], GROUP[:20], Y[:20], progress_bar=False)
@@ -134,20 +124,6 @@ def test_distributions_over_matrices() -> None:
         assert found.shape() == (num, 3, 2)
         close(found.mean, d.mean[:num])
         close(found.covariance_matrix, d.covariance_matrix[:num])
-    assert compilations("_answer") - before == 2
-
-
-@pytest.mark.slow
-def test_mixtures_over_hyperparameters() -> None:
-    nested = gpaug.NestedVI(skewed, num_points=64, progress_bar=False)
-    nested.run(KEY, X[:20], GROUP[:20], Y[:20])
-    posterior, before = nested.posterior(), compilations("_answer")
-    distributions = {n: posterior.predict_y(X[:n], GROUP[:n]) for n in (9, 5, 6)}
-    value = np.linspace(0.1, 2, 9, dtype="float32")
-    for num, d in distributions.items():
-        assert d.shape() == d.sample(KEY).shape == (num,)
-        close(d.mean, distributions[9].mean[:num])
-        close(d.log_prob(value[:num]), distributions[9].log_prob(value)[:num])
     assert compilations("_answer") - before == 2
 
 

@@ -211,22 +211,6 @@ def test_a_model_whose_observations_have_no_default() -> None:
     np.testing.assert_array_equal(posterior.predict_y(new).probs > 0.5, mean > 0)
 
 
-def test_a_dense_guide_of_the_same_gaussian_predicts_the_same() -> None:
-    posterior, result = fitted()
-    (X, y), new = toy(60), toy(9, seed=5)[0]
-    S = np.linalg.inv(result.params["f.v_auto_precision"])
-    params = {
-        "f.v_auto_loc": jnp.asarray(
-            S @ np.asarray(result.params["f.v_auto_potential"])
-        ),
-        "f.v_auto_tril": jnp.asarray(np.linalg.cholesky(S)),
-    }
-    guide = gpaug.AutoSparseGP(classifier, covariance="dense")
-    dense = gpaug.Posterior.from_guide(classifier, guide, params, X, y, inducing=X[:12])
-    expected = posterior.predict_y(new).probs
-    np.testing.assert_allclose(dense.predict_y(new).probs, expected, rtol=1e-8)
-
-
 def test_bad_new_inputs() -> None:
     posterior, _ = fitted()
     with pytest.raises(ValueError, match=r"\(5, 3\)"):

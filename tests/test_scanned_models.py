@@ -170,17 +170,6 @@ def test_what_steps_make_of_their_states_may_be_looked_at(monkeypatch, where):
     assert "observed, in closed form" in repr(guide)
 
 
-@pytest.mark.slow
-def test_rates_are_the_same_wherever_they_are_written(x64):
-    losses = []
-    for where in ("after", "returned", "inside"):
-        model = rates(where)
-        svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
-        fit = svi.run(jax.random.key(0), 30, COUNTS, progress_bar=False)
-        losses.append(fit.losses[-1])
-    np.testing.assert_allclose(losses[1:], losses[0], rtol=1e-12)
-
-
 def test_a_scan_is_parted_into_what_is_affine_and_the_rest():
     """The rest reads constants, inputs of steps and carried values."""
 

@@ -456,7 +456,7 @@ def test_fields_are_sampled_exactly(sampler, kind, x64, always_sparse):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "least"), [("float32", 1e-5), ("float64", 1e-9)], indirect=["dtype"]
+    ("dtype", "least"), [("float32", 1e-5), slow("float64", 1e-9)], indirect=["dtype"]
 )
 def test_a_long_curve(dtype, least):
     """A curve is a chain, whose evidence is that of a dense matrix in float64. Its
