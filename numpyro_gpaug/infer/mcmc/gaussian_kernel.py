@@ -20,6 +20,7 @@ from numpyro.util import is_prng_key
 from numpyro_gpaug._fork import refuse_forked
 from numpyro_gpaug.errors import CholeskyError, NotConjugateError
 from numpyro_gpaug.infer.mcmc.parts import Geometry, Part, Values
+from numpyro_gpaug.math.compiling import jit_for_few_runs
 from numpyro_gpaug.math.linalg import precise
 from numpyro_gpaug.model.arguments import Arguments, Model
 from numpyro_gpaug.model.closures import watched
@@ -159,7 +160,7 @@ class GaussianKernel(MCMCKernel):
             def renew(state: Any, given: Arguments) -> Any:
                 return self._renewed(state, given)
 
-            self._compiled = key, jax.jit(start), jax.jit(renew)
+            self._compiled = key, jit_for_few_runs(start), jit_for_few_runs(renew)
         return self._compiled[1:]
 
     @precise
