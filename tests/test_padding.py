@@ -194,7 +194,8 @@ def test_no_rows_are_added_where_they_could_change_a_fit(model) -> None:
     for num in (7, 9):
         arguments = Arguments.split(data(num), kwargs)
         assert padding(arguments) is arguments
-    assert list(padding._proved.values()) == [None]
+    (proofs,) = padding._proved.values()
+    assert list(proofs.values()) == [None]
 
 
 LIKELIHOODS = {
@@ -219,16 +220,20 @@ LIKELIHOODS = {
 
 @pytest.mark.parametrize("name", LIKELIHOODS)
 def test_rows_are_added_whatever_the_likelihood(name) -> None:
+    traced = []
+
     def model(X, y=None, *, inducing):
+        traced.append(len(X))
         kernel = gpaug.kernels.SquaredExponential(1.0)
         f = gpaug.GaussianProcess("f", kernel, inducing, num_latents=3)(X)
         with numpyro.plate("data", len(X)):
             numpyro.sample("y", LIKELIHOODS[name](f), obs=y)
 
     padding, kwargs = Padding(model), {"inducing": INDUCING}
-    for num in (7, 9):
+    for num in (7, 9, 10):
         found = padding(Arguments.split(data(num), kwargs))
     assert found.num_rows == 64
+    assert traced == [9, 64]  # one proof serves more rows
 
 
 def test_arrays_that_once_have_as_many_entries_as_there_are_rows() -> None:

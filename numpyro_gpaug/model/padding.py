@@ -42,7 +42,7 @@ class Padding:
 
     The first data are not padded. Data with another number of rows are, if the model
     treats rows one by one. This is proved from traces of the model with two numbers of
-    rows.
+    rows, and the model is taken to be the same program at all numbers in between.
 
     :param model: the model.
     :param data: names of observed sites, where they are not observed.
@@ -54,7 +54,8 @@ class Padding:
         # Numbers of rows so far, and which arrays have one row per datum.
         self._families: dict[Hashable, tuple[set[int], set[int]]] = {}
         self._traced: dict[Hashable, _Traced] = {}
-        self._proved: dict[Hashable, Added | None] = {}
+        # By everything except the number of rows; then by that number.
+        self._proved: dict[Hashable, dict[int, Added | None]] = {}
 
     def __call__(
         self, arguments: Arguments, mesh: Mesh | None = None, *, doubling: bool = False
@@ -83,8 +84,10 @@ class Padding:
         if size == num or not rows:
             return arguments
         added = Added(size, frozenset(rows))
-        key, proof = (arguments.shapes, added), partial(self._prove, arguments, added)
-        proved = from_cache(self._proved, key, partial(proof, num))
+        proofs = self._proofs(arguments, added)
+        fewer = [x for n, x in proofs.items() if n < num and x is not None]
+        prove = partial(self._prove, arguments, added, num)
+        proved = fewer[0] if fewer else from_cache(proofs, num, prove)
         if proved is None:  # the arguments may be wrong, so nothing follows for others
             return arguments
         known &= rows
@@ -98,14 +101,22 @@ class Padding:
         :param arguments: arguments of the model, not traced.
         :param block: the number of rows of a block.
         """
-        two = block._replace(size=2 * block.size)
+        two, num = block._replace(size=2 * block.size), block.size
+        prove = partial(self._prove, arguments, two, num, blocks=True)
+        proofs = self._proofs(arguments, two, blocks=True)
+        return from_cache(proofs, num, prove) is not None
+
+    def _proofs(
+        self, arguments: Arguments, added: Added, *, blocks: bool = False
+    ) -> dict[int, Added | None]:
+        """Return what was proved, by the number of rows; parameters as for
+        :meth:`_prove`."""
         shapes = tuple(
-            (x.shape[1:] if i in block.which else x.shape, x.dtype)
+            (x.shape[1:] if i in added.which else x.shape, x.dtype)
             for i, x in enumerate(arguments.arrays)
         )
-        key = shapes, arguments.static, block
-        of_blocks = partial(self._prove, arguments, two, block.size, blocks=True)
-        return from_cache(self._proved, key, of_blocks) is not None
+        key = shapes, arguments.static, added, blocks
+        return from_cache(self._proved, key, dict)
 
     def clear(self) -> None:
         """Drop the proofs, for another model."""
