@@ -40,6 +40,10 @@ FIXED = 0.01
 # The mean share of the prior variance that inducing inputs may leave unexplained, and
 # the factor by which there are more of them otherwise.
 UNEXPLAINED, MORE = 0.05, 3
+# Rows times classes times the square of the number of inducing inputs may be this much
+# by default. With too few of them the bound is largest at functions that are too
+# smooth, of which they then seem to explain enough.
+WORK = 2e8
 # The prior variance of the mean of a process.
 MEAN = 4.0
 LOG_TEMPERATURES = np.linspace(-4, 4, 81)
@@ -56,11 +60,12 @@ class TableClassifier(ClassifierMixin, BaseEstimator):
     (:func:`kernel`): a smooth function, with a lengthscale for each column, and a
     linear function if columns are few. With many columns these lengthscales are used if
     they raise the bound by more than a nat each. Inducing inputs are centres of
-    k-means, three times as many where they explain too little of the prior. The labels
-    that are left out decide how sure predictions are made (:func:`tempered`), and, with
-    that, between the scales, and how often the lengthscale of the largest bound is
-    halved: where classes separate, the bound, which does not know of the temperature,
-    is largest at functions that are too smooth.
+    k-means: of few rows, about as many as rows, and three times as many where they
+    explain too little of the prior. The labels that are left out decide how sure
+    predictions are made (:func:`tempered`), and, with that, between the scales, and how
+    often the lengthscale of the largest bound is halved: where classes separate, the
+    bound, which does not know of the temperature, is largest at functions that are too
+    smooth.
 
     It is a classifier of scikit-learn, for pipelines and cross-validation. Columns are
     numbers: encode categories first. :meth:`beside_boosting` says whether gradient
@@ -137,7 +142,8 @@ class TableClassifier(ClassifierMixin, BaseEstimator):
 
         :param X: numbers, (n, D).
         """
-        return self.classes_[self.predict_proba(X).argmax(1)]
+        probs = self.predict_proba(X)
+        return self.classes_[probs.argmax(1)]
 
     def beside_boosting(self) -> dict[str, float]:
         """Return the mean negative log-likelihoods of the labels of the fit: ``own``,
@@ -189,7 +195,8 @@ class TableClassifier(ClassifierMixin, BaseEstimator):
         :param more: how many times as many inducing inputs.
         """
         X = self._scaled(X, scale)
-        size = num_inducing(X, self.num_inducing, more)
+        cheap = int(np.sqrt(WORK / (len(X) * len(self.classes_))))
+        size = num_inducing(X, self.num_inducing, more, cheap)
         prior = (0.5 * np.log(X.shape[1]), 1) if prior is None else prior
         given: dict[str, Any] = {
             "Z": inducing.kmeans(X, size, seed=self.seed), "apart": apart,
@@ -299,16 +306,19 @@ def kernel(
     return smooth + kernels.Linear(variance=slopes)
 
 
-def num_inducing(X: np.ndarray, most: int | None = None, more: int = 1) -> int:
+def num_inducing(
+    X: np.ndarray, most: int | None = None, more: int = 1, cheap: int = 0
+) -> int:
     """Return the number of inducing inputs: no more than there are different rows.
 
     :param X: the inputs, (N, D).
     :param most: 100 by default, twice as many for many columns: a function has more
         directions to vary in.
     :param more: how many times as many.
+    :param cheap: a number below which the default does not fall.
     """
-    default = 100 if X.shape[1] <= FEW else 200
-    return min(more * (default if most is None else most), len(np.unique(X, axis=0)))
+    default = max(more * (100 if X.shape[1] <= FEW else 200), cheap)
+    return min(default if most is None else more * most, len(np.unique(X, axis=0)))
 
 
 def tempered(posterior: Posterior, X: Any, y: np.ndarray) -> Callable[[Any], Any]:

@@ -5,6 +5,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from sklearn.base import clone, is_classifier
+from sklearn.exceptions import NotFittedError
 from threadpoolctl import threadpool_limits
 
 from numpyro_gpaug import tables
@@ -61,6 +62,13 @@ def test_what_labels_that_are_left_out_choose(monkeypatch):
     assert 0.4 < classifier.result_.params["lengthscale_auto_loc"] < 0.6
 
 
+def test_few_rows_have_as_many_inducing_inputs():
+    X = RNG.normal(size=(900, 2))
+    found = [tables.num_inducing(X[:n], cheap=c) for n, c in ((300, 577), (900, 333))]
+    assert found == [300, 333]
+    assert tables.num_inducing(X, 20, more=3, cheap=500) == 60
+
+
 @pytest.mark.slow
 def test_boosting_is_named_where_it_is_better():
     X = RNG.uniform(0, 1, (300, 3))
@@ -74,6 +82,8 @@ def test_boosting_is_named_where_it_is_better():
 
 def test_scikit_learn_takes_it_for_a_classifier():
     copy = clone(TableClassifier(steps=7).set_params(seed=3))
+    with pytest.raises(NotFittedError, match="not fitted yet"):
+        copy.predict([[1.0]])
     assert is_classifier(copy)
     assert copy.get_params() == {"num_inducing": None, "seed": 3, "steps": 7}
 
