@@ -15,7 +15,6 @@ from numpyro import handlers
 from scipy.special import ndtr
 
 import numpyro_gpaug as gpaug
-from tests.conftest import slow
 
 GOLDEN = json.loads(
     (Path(__file__).parent / "golden" / "problem_bayesian_svm.json").read_text()
@@ -147,7 +146,8 @@ def full_data_bound():
     return svi, result.state, -float(result.losses[-1])
 
 
-@pytest.mark.parametrize(("step_size", "most"), [(None, 0.05), slow("adaptive", 4.0)])
+@pytest.mark.slow  # quick for other likelihoods in test_conjugate.py
+@pytest.mark.parametrize(("step_size", "most"), [(None, 0.05), ("adaptive", 4.0)])
 def test_minibatches_end_near_the_optimum(x64, step_size, most) -> None:
     X, y = toy()
     svi, state, best = full_data_bound()

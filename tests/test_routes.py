@@ -76,6 +76,7 @@ def test_the_first_step_on_a_batch_is_the_formula(num_latents):
         np.testing.assert_allclose(mean[c], expected, rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.slow  # quick against formulas, in the test above
 def test_three_latents_are_three_fits():
     (X, y), _ = problem(3)
     svi, result = fitted(3)
