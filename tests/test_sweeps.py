@@ -10,10 +10,10 @@ import numpyro
 import pytest
 
 import numpyro_gpaug as gpaug
-from numpyro_gpaug.gaussians.dense import Prior
+from numpyro_gpaug.gaussians.dense import NaturalGaussian, Prior
 from numpyro_gpaug.gaussians.pseudo_data import PseudoData, SeenPrior
 from numpyro_gpaug.infer.vi import sweeps
-from numpyro_gpaug.infer.vi.settling import _shrank
+from numpyro_gpaug.infer.vi.settling import _Memory, _mixed, _shrank
 
 KEY = jax.random.key(0)
 
@@ -83,3 +83,14 @@ def test_the_shortest_step_is_seen_as_such(x64, rounded) -> None:
     after = {"f": jnp.asarray(np.nextafter(least, rounded))}
     assert _shrank({"f": jnp.ones(())}, after)
     assert not _shrank(after, after)
+
+
+def test_mixed_targets_of_a_linear_map_are_its_fixed_point(x64) -> None:
+    slope, fixed = np.array([[0.9, -0.5]]), np.array([[1.0, 2.0]])
+    natural = {"f": NaturalGaussian(jnp.zeros((1, 2)), jnp.eye(2)[None])}
+    memory = _Memory.empty(natural)
+    for moves in range(6):
+        target = fixed + slope * (natural["f"].potential - fixed)
+        targets = {"f": natural["f"]._replace(potential=target)}
+        natural, memory = _mixed(memory, jnp.int32(moves), targets, natural)
+    np.testing.assert_allclose(natural["f"].potential, fixed, atol=1e-3)
