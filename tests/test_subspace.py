@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inducing inputs in a subspace."""
 
-import json
 import tracemalloc
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +24,6 @@ from numpyro_gpaug.kernels import (
 
 from .conftest import assert_close, slow
 
-GOLDEN = json.loads(
-    (Path(__file__).parent / "golden" / "problem_panos_mlgpf.json").read_text()
-)
 KERNELS = [
     Linear(0.7),
     SquaredExponential(2.5, 1.3),
@@ -108,22 +103,6 @@ def test_a_lengthscale_per_original_column_is_refused():
         kernel(inputs, subspace.inducing(np.ones((2, 4), "float32")))
     with pytest.raises(ValueError, match=r"lengthscale of shape \(9,\).*\(30, 5\)"):
         kernel(inputs)
-
-
-def test_golden_kernels(dtype):
-    golden = {k: np.array(v, dtype) for k, v in GOLDEN.items() if k[0] in "XAZK"}
-    subspace = Subspace(golden["Xtilde"])
-    X, Z = subspace.transform(golden["X"]), subspace.inducing(golden["A"])
-    # The basis spans both columns: nothing is left outside.
-    np.testing.assert_array_equal(X[:, -1], 0)
-    assert_close(np.asarray(Z)[:, :-1] @ subspace.basis, golden["Z"])
-    kernel = SquaredExponential(0.9, 1.3)
-    cross, same, *_ = evaluate_all(kernel, X, Z)
-    assert_close(same, golden["KZ"], 2.0)
-    assert_close(cross, golden["KXZ"], 2.0)
-    cross, same, *_ = evaluate_all(Linear(), X, Z)
-    assert_close(same, golden["KZ_linear"])
-    assert_close(cross, golden["KXZ_linear"])
 
 
 def test_gradients_reach_the_coordinates():
