@@ -24,7 +24,7 @@ import numpy as np
 from scipy import sparse
 
 from numpyro_gpaug.errors import ModelChangedError
-from numpyro_gpaug.math.arrays import has_doubles
+from numpyro_gpaug.math.arrays import has_doubles, in_dtype_of
 from numpyro_gpaug.math.fingerprints import fingerprint
 
 # Objects of these libraries are identified by their names, wherever they are installed.
@@ -53,6 +53,15 @@ class Version:
         """Whether the versions may belong to two model functions that read the same
         values."""
         return self is other or not self.contents.isdisjoint(other.contents)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Allow the model to run inside this context, in the dtype of this version.
+
+        :raises ModelChangedError: if the model has another version by now.
+        """
+        with in_dtype_of(self.doubles), self._watch.running(self):
+            yield
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Another process has another model, whose objects have other addresses.
@@ -225,6 +234,33 @@ def watched(model: Callable[..., Any]) -> Watched:
     if found is None or found.model is not model:
         found = _WATCHED[id(model)] = Watched(model)
     return found
+
+
+class RunsModel:
+    """A base class of objects with programs of a model, which they discard once the
+    model reads other values.
+
+    :param model: the model.
+    """
+
+    def __init__(self, model: Callable[..., Any]) -> None:
+        self.model, self._watch = model, watched(model)
+        self._version = self._watch.version()
+        self._begin()
+
+    def _begin(self) -> None:
+        """Discard everything that was compiled."""
+        raise NotImplementedError
+
+    @contextmanager
+    def _running(self, *, settles: bool = True) -> Iterator[None]:
+        """Allow the model to run inside this context, as it is now; see
+        :meth:`Watched.running`."""
+        with self._watch.running(settles=settles) as version:
+            if version != self._version:
+                self._version = version
+                self._begin()
+            yield
 
 
 class _Reader(pickle.Pickler):

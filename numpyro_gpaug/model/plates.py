@@ -12,13 +12,14 @@ from jax.extend.core import Literal
 from numpyro import handlers
 
 from numpyro_gpaug.gp.conditional import Conditional
+from numpyro_gpaug.math.equations import walked
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.calls import check_count
-from numpyro_gpaug.model.jaxpr import called_jaxpr
+from numpyro_gpaug.model.jaxpr import COPIES, RESHAPES, called_jaxpr
 from numpyro_gpaug.model.structure import Plate, Trace
 
 # Operations before a gather that return the index of a plate unchanged.
-_KEPT = {"broadcast_in_dim", "convert_element_type", "reshape", "squeeze"}
+_KEPT = RESHAPES | COPIES | {"broadcast_in_dim"}
 
 
 def with_whole_sizes(model: Callable[..., Any]) -> Callable[..., Any]:
@@ -74,17 +75,7 @@ def trace_plates(run: Callable[[Any], Trace], arguments: Arguments) -> dict[str,
     with arguments.explained():
         jaxpr = jax.make_jaxpr(indices)(arguments.arrays).jaxpr
     # A dict is flattened in the order of its names. The inputs of processes follow.
-    members = zip(jaxpr.outvars, sorted(plates), strict=False)
-    spans = {
-        v: _Span(name, 0, plates[name].size - 1)
-        for v, name in members
-        if not isinstance(v, Literal)
-    }
-    data = [*jaxpr.invars, *jaxpr.constvars]
-    shapes = [v.aval.shape for v in data]
-    reading = _Reading({k: p.size for k, p in plates.items()}, shapes)
-    known = reading.read(jaxpr, {**{v: _Data(i) for i, v in enumerate(data)}, **spans})
-    reading.elsewhere |= {x for x in known[len(plates) :] if isinstance(x, _Data)}
+    reading = _Reading(jaxpr, {k: plates[k].size for k in sorted(plates)})
     reading.check_rows()
     return plates
 
@@ -110,36 +101,38 @@ class _Never(NamedTuple):
 class _Reading:
     """The rows of arguments that the indices of plates take in a program.
 
-    :param sizes: sizes of plates.
-    :param shapes: shapes of arguments.
+    :param jaxpr: the program. Its first results are the indices of the plates.
+    :param sizes: sizes of the plates, in this order.
+    :raises ValueError: for gathers from an axis that is shorter than the plate.
     """
 
-    def __init__(self, sizes: dict[str, int], shapes: list[tuple[int, ...]]) -> None:
-        self.sizes, self.shapes = sizes, shapes
+    def __init__(self, jaxpr: Any, sizes: dict[str, int]) -> None:
+        self.sizes = sizes
+        data = [*jaxpr.invars, *jaxpr.constvars]
+        self.shapes = [v.aval.shape for v in data]
         # First and last rows, by argument, plate and axis.
         self.taken: dict[tuple[_Data, str, int], list[tuple[int, int]]] = {}
         # Arguments that are also used in other ways.
         self.elsewhere: set[_Data] = set()
+        pairs = zip(map(id, jaxpr.outvars), sizes.items(), strict=False)
+        self._spans = {v: _Span(name, 0, size - 1) for v, (name, size) in pairs}
+        starts = [self._spans.get(id(v), _Data(i)) for i, v in enumerate(data)]
+        inputs = len(jaxpr.invars)
+        found = self._read(jaxpr, starts[:inputs], starts[inputs:])
+        self.elsewhere |= {x for x in found[len(sizes) :] if isinstance(x, _Data)}
 
-    def read(self, jaxpr: Any, known: dict[Any, Any]) -> list[Any]:
-        """Return the known facts about the results.
+    def _read(self, jaxpr: Any, starts: list[Any], constants: list[Any]) -> list[Any]:
+        return walked(jaxpr, starts, lambda x: None, self._results, constants)
 
-        :param jaxpr: the program.
-        :param known: known facts about its variables; new ones are added.
-        :raises ValueError: for gathers from an axis that is shorter than the plate.
-        """
-        for eqn in jaxpr.eqns:
-            given = _looked_up(eqn.invars, known)
-            called = called_jaxpr(eqn)
-            if called is not None:
-                pairs = zip(called.jaxpr.invars, given, strict=True)
-                known_here = {v: x for v, x in pairs if x is not None}
-                found = self.read(called.jaxpr, known_here)
-            else:
-                found = [self._result(eqn, given)]
-            pairs = zip(eqn.outvars, found, strict=False)
-            known |= {v: x for v, x in pairs if x is not None}
-        return _looked_up(jaxpr.outvars, known)
+    def _results(self, eqn: Any, given: list[Any]) -> list[Any]:
+        called = called_jaxpr(eqn)
+        if called is not None:
+            nothing = [None] * len(called.jaxpr.constvars)
+            found = self._read(called.jaxpr, given, nothing)
+        else:
+            found = [self._result(eqn, given)] * len(eqn.outvars)
+        pairs = zip(eqn.outvars, found, strict=True)
+        return [self._spans.get(id(v)) if x is None else x for v, x in pairs]
 
     def _result(self, eqn: Any, given: list[Any]) -> Any:
         if eqn.primitive.name == "gather":
@@ -193,10 +186,6 @@ class _Reading:
 
     def _of(self, plate: str) -> str:
         return f"plate {plate!r} has size {self.sizes[plate]}, but its indices"
-
-
-def _looked_up(variables: Any, known: dict[Any, Any]) -> list[Any]:
-    return [None if isinstance(v, Literal) else known.get(v) for v in variables]
 
 
 def _moved(eqn: Any, given: list[Any], span: _Span) -> Any:

@@ -158,7 +158,7 @@ class Posteriors(
             )
         args, kwargs = self._responses.one(response)
         fitted = jax.tree.map(lambda x: x[response], self._fits.fitted)
-        with self._predictor.in_its_dtype(), self._predictor.running():
+        with self._predictor.version.running():
             return Posterior.of_fit(
                 self._predictor, fitted, self._structure, args, kwargs
             )
@@ -253,7 +253,7 @@ class Posteriors(
             self._programs, (key, first.shapes, which),
             lambda: jit(in_lanes(one, which), small=SMALL),
         )  # fmt: skip
-        with self._predictor.in_its_dtype(), self._predictor.running():
+        with self._predictor.version.running():
             return in_blocks(
                 lambda places: program(
                     given.arrays(places),

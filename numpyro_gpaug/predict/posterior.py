@@ -67,7 +67,7 @@ def _in_its_dtype(method: Callable[P, T]) -> Callable[P, T]:
     @wraps(method)
     def inside(*args: P.args, **kwargs: P.kwargs) -> T:
         self: Any = args[0]
-        with self._predictor.in_its_dtype():
+        with in_dtype_of(self._predictor.version.doubles):
             return method(*args, **kwargs)
 
     return inside
@@ -81,7 +81,7 @@ def _as_fitted(method: Callable[P, T]) -> Callable[P, T]:
     @wraps(method)
     def inside(*args: P.args, **kwargs: P.kwargs) -> T:
         self: Any = args[0]
-        with self._predictor.in_its_dtype(), self._predictor.running():
+        with self._predictor.version.running():
             return method(*args, **kwargs)
 
     return inside

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -23,13 +22,13 @@ from numpyro_gpaug.gp.markov import numbers_of, times_of
 from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.guides.function_posterior import Fit
 from numpyro_gpaug.likelihoods.expectations import Route
-from numpyro_gpaug.math.arrays import in_dtype_of, is_traced
+from numpyro_gpaug.math.arrays import is_traced
 from numpyro_gpaug.math.compiling import jit_for_few_runs
 from numpyro_gpaug.math.sharding import mesh_of_latents, on_mesh
 from numpyro_gpaug.math.threads import threads_for
 from numpyro_gpaug.model.affine import ROUNDING
 from numpyro_gpaug.model.arguments import Added, Arguments, Model, Values
-from numpyro_gpaug.model.closures import Version, watched
+from numpyro_gpaug.model.closures import watched
 from numpyro_gpaug.model.columns import Labels
 from numpyro_gpaug.model.jaxpr import dependence_on_arrays
 from numpyro_gpaug.model.joint import Codes
@@ -72,8 +71,7 @@ class Predictor:
 
     def __init__(self, model: Model, structure: Structure, guide: ProcessGuide) -> None:
         self.model = model
-        self._watch = watched(model)
-        self._version = self._watch.version()
+        self.version = watched(model).version()
         self.structure = structure
         # With the sizes of the last fit, by which it is recognised.
         self.known: Structure | None = None
@@ -90,20 +88,9 @@ class Predictor:
         names = tuple(site.name for site in structure.observed)
         self._padding = Padding(self._without_data(), names)
 
-    def in_its_dtype(self) -> AbstractContextManager[None]:
-        """Give JAX the dtypes of the fit inside this context."""
-        return in_dtype_of(self._version.doubles)
-
-    def running(self) -> AbstractContextManager[Version]:
-        """Allow the model to run inside this context, if it is unchanged.
-
-        :raises ModelChangedError: if it has changed.
-        """
-        return self._watch.running(self._version)
-
     def is_current(self) -> bool:
         """Whether the model is unchanged."""
-        return self._watch.version() == self._version
+        return watched(self.model).version() == self.version
 
     def _cached(self, kind: str, key: Any, made: Callable[[], Any]) -> Any:
         """Return what is known about a key, which is made if necessary."""
@@ -509,7 +496,7 @@ class Predictor:
                 return of_one(fitted)
             return averaged(of_one, fitted, jnp.exp(fitted.members.log_weights))
 
-        with self.running():
+        with self.version.running():
             return self._run(covariances, arguments, fitted, means)
 
     def predicted(self, site: str | None) -> Observed:

@@ -4,8 +4,6 @@ predictions, and draws."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import update_wrapper
 from typing import Any
 
@@ -28,7 +26,7 @@ from numpyro_gpaug.math.arrays import in_dtype_of, is_traced
 from numpyro_gpaug.math.threads import threads_for
 from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.calls import check_count, check_key
-from numpyro_gpaug.model.closures import Version, watched
+from numpyro_gpaug.model.closures import RunsModel, Version
 from numpyro_gpaug.model.columns import Columns, Labels
 from numpyro_gpaug.model.latents import JOINT
 from numpyro_gpaug.model.structure import from_cache
@@ -116,7 +114,7 @@ def collapse(model: Model) -> CollapsedModel:
     return CollapsedModel(model)
 
 
-class CollapsedModel:
+class CollapsedModel(RunsModel):
     """The result of :func:`~numpyro_gpaug.collapse`: a NumPyro model of the
     hyperparameters alone, with methods for latents and predictions.
 
@@ -124,29 +122,14 @@ class CollapsedModel:
     """
 
     def __init__(self, model: Model) -> None:
-        self.model = model
-        self._watch = watched(model)
-        self._begin(self._watch.version())
+        super().__init__(model)
         # The version of the model that others, such as NUTS, have compiled.
         self._compiled: Version | None = None
         update_wrapper(self, model)
 
-    def _begin(self, version: Version) -> None:
-        """Discard everything that was compiled.
-
-        :param version: of the model.
-        """
-        self._version = version
+    def _begin(self) -> None:
         self._bounds = CollapsedBounds(self.model, projected=False)
         self._programs: dict[Any, Programs] = {}
-
-    @contextmanager
-    def _running(self) -> Iterator[None]:
-        """Allow the current model to run inside this context."""
-        with self._watch.running() as version:
-            if version != self._version:
-                self._begin(version)
-            yield
 
     def _dtype_of(self, samples: Values) -> Any:
         """Return the arrays that determine the dtype of draws."""

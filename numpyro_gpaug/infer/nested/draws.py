@@ -142,7 +142,7 @@ class Run:
         given = jnp.asarray(points, self.programs.hyper.dtype), z, self.data
         size = self.programs.structure.largest
         part = self.clock.part("values of sites")
-        with part, threads_for(size), self.programs.running():
+        with part, threads_for(size), self.programs.version.running():
             return jax.block_until_ready(self.programs.sites(*given))
 
     def samples(self, num: int) -> Values:

@@ -69,7 +69,7 @@ def searched(drawer: Drawer, point: np.ndarray, rng: np.random.Generator) -> Sea
     if concave:
         return Searched(concave=True)
     white = rng.normal(size=(FROM_PRIOR, structure.form.rank))
-    prior = programs.from_white(point, white, data)
+    prior = white if structure.standard else programs.from_white(point, white, data)
     own, all_ = drawer.found(point), np.concatenate([along, prior])
     starts = programs.factors_at(point, own.factors, all_, data)
     found = [_Mode.of(own)]

@@ -39,7 +39,7 @@ from numpyro_gpaug.infer.vi.resolution import check_precision
 from numpyro_gpaug.math.threads import threads_for
 from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.calls import check_count, check_key
-from numpyro_gpaug.model.closures import Version, watched
+from numpyro_gpaug.model.closures import RunsModel
 from numpyro_gpaug.model.columns import Columns, Labels, labelled
 from numpyro_gpaug.model.joint import JointView
 from numpyro_gpaug.model.labels import labelled_axes
@@ -61,7 +61,7 @@ FEWEST, GIGABYTE = 4, 2**28
 MORE_APART = 4
 
 
-class NestedVI(Displayed):
+class NestedVI(RunsModel, Displayed):
     r"""Latent Gaussian models with their hyperparameters integrated: weighted draws
     from the exact posterior, with a certificate. The interface is that of
     :class:`numpyro.infer.MCMC`.
@@ -184,21 +184,15 @@ class NestedVI(Displayed):
             )
         if correct not in (None, "mcmc"):
             raise ValueError(f"correct must be 'mcmc' or None, got {correct!r}")
-        self.model, self.num_samples = model, num_samples
+        super().__init__(model)
+        self.num_samples = num_samples
         self.num_points, self.num_draws = num_points, num_draws
         self.correct, self.progress_bar = correct, progress_bar
-        self._watch = watched(model)
-        self._begin(self._watch.version())
         self._run: Run | None = None
         self._samples: dict[str, Array] | None = None
         self._labels: Labels = {}
 
-    def _begin(self, version: Version) -> None:
-        """Discard everything that was compiled.
-
-        :param version: of the model.
-        """
-        self._version = version
+    def _begin(self) -> None:
         self._bounds = CollapsedBounds(self.model, projected=True)
         self._padding = Padding(self.model)
         self._programs: dict[Any, Programs] = {}
@@ -225,9 +219,7 @@ class NestedVI(Displayed):
             without a prior.
         :raises CholeskyError: if the bound is not finite at the start of the search.
         """
-        with self._watch.running() as version:
-            if version != self._version:
-                self._begin(version)
+        with self._running():
             self._run_now(rng_key, args, kwargs, init_params)
 
     def run_many(
@@ -441,7 +433,7 @@ class NestedVI(Displayed):
         """
         check_count("num_points", num_points)
         run = self._known()
-        with run.programs.running():
+        with run.programs.version.running():
             log_weights, values, moments = run.gaussians(num_points)
             arguments = self._run_on()
             given = run.programs, arguments, values, moments, log_weights
@@ -496,7 +488,7 @@ class NestedVI(Displayed):
             values, _ = hyper.values(jnp.zeros(hyper.size, hyper.dtype), data)
             return programs.bound.view(values, data)
 
-        with programs.running():
+        with programs.version.running():
             names = names_of_arrays(self.model, *self._run_on().merge())
             return labelled_axes(view, run.data, names, self._labels)
 

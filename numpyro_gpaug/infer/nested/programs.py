@@ -8,8 +8,7 @@ every purpose: the search, draws, predictions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -31,7 +30,7 @@ from numpyro_gpaug.infer.nested.bound import (
 from numpyro_gpaug.infer.nested.group_draws import GroupDraws, weigh_groups
 from numpyro_gpaug.infer.nested.hyperparameters import Hyperparameters, compiled
 from numpyro_gpaug.likelihoods.counts import stable_log_prob
-from numpyro_gpaug.math.arrays import in_blocks, in_dtype_of
+from numpyro_gpaug.math.arrays import in_blocks
 from numpyro_gpaug.math.compiling import SMALL, jit
 from numpyro_gpaug.math.importance import compensated_sum
 from numpyro_gpaug.model.arguments import Arguments, Values
@@ -122,8 +121,7 @@ class Programs:
     ) -> None:
         self.bound = bound
         self._model, self.structure = bound.guide.model, bound.structure
-        self._watch = watched(self._model)
-        self._version = self._watch.version()
+        self.version = watched(self._model).version()
         self.hyper = Hyperparameters(self._model, self.structure, arguments)
         self.num_draws = num_draws
         self._no_start: Start | None = None
@@ -143,20 +141,10 @@ class Programs:
             compiled(fn, jit) for fn in (self._draw, self._draw_apart, self._draw_mixed)
         )
         self._terms = compiled(self._terms_at)
-        self._linked = compiled(self._linked_at)
-        self._moved = compiled(self._moved_to)
-        self._whitened = compiled(self._drawn_at)
+        self.from_white = compiled(self._from_white)
+        self.factors_at = compiled(self._factors_at)
+        self.drawn = compiled(self._drawn)
         self._at_draws = compiled(self._sites)
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Allow the model to run inside this context, in the dtype of the fit, unless
-        something that it reads besides its arguments has changed.
-
-        :raises ModelChangedError: if it has.
-        """
-        with in_dtype_of(self._version.doubles), self._watch.running(self._version):
-            yield
 
     def no_start(self, data: Arguments) -> Start:
         """Return a start for the first evaluation."""
@@ -224,9 +212,6 @@ class Programs:
         :param noise: noise, (k, rank), first that of independent groups.
         :param data: the model's arguments.
         """
-        point = np.asarray(point, self.hyper.dtype)
-        factors = jax.tree.map(lambda x: x[0], factors)
-        noise = noise.astype(self.structure.dtype)
         # As many as are drawn at once.
         z, terms, squares = in_blocks(
             lambda some: self._terms(point, factors, noise[some], data),
@@ -238,43 +223,30 @@ class Programs:
         self, point: Array, factors: Any, noise: Array, data: Arguments
     ) -> tuple[Array, Array, Array]:
         _, view, log_terms = self._at(point, data)
-        form, q = self.structure.form, moments_given(factors, view)
+        form, noise = self.structure.form, noise.astype(self.structure.dtype)
+        q = moments_given(jax.tree.map(lambda x: x[0], factors), view)
         apart = form.join_noise(*form.independent.split(noise))
         z, white, prior = self._drawn_latents(view, q, apart)
         return z, jax.vmap(lambda x: log_terms(x)[0])(white), -2 * prior.sum(-1)
 
-    def from_white(self, point: np.ndarray, white: np.ndarray, data: Arguments) -> Any:
-        """Return latents, (k, size), from standard normal numbers, (k, size)."""
-        if self.structure.standard:
-            return white
-        given = np.asarray(point, self.hyper.dtype), white.astype(self.structure.dtype)
-        return np.asarray(self._linked(*given, data))
-
-    def _linked_at(self, point: Array, white: Array, data: Arguments) -> Array:
-        _, view, _ = self._at(point, data)
+    def _from_white(self, point: Array, white: Array, data: Arguments) -> Array:
+        """Return latents, (k, size), from standard normal numbers, (k, rank)."""
+        view, white = self._at(point, data)[1], white.astype(self.structure.dtype)
         if self.structure.fields:
             moments = view.prior.natural.moments()
             return moments.unwhiten(white[:, : moments.rank])
         return jax.vmap(lambda z: self.structure.linked(z, view.links))(white)
 
-    def factors_at(
-        self, point: np.ndarray, factors: Any, z: np.ndarray, data: Arguments
-    ) -> Any:
+    def _factors_at(self, point: Array, factors: Any, z: Array, data: Arguments) -> Any:
         """Return factors with the widths of given ones, centred on latents (k, size),
         with a leading axis of length k. See
         :func:`~numpyro_gpaug.infer.nested.bound.moved_to`.
 
-        :param point: unconstrained hyperparameters, (d,).
         :param factors: factors with a leading axis of 1.
-        :param z: latents.
-        :param data: the model's arguments.
         """
-        point, z = np.asarray(point, self.hyper.dtype), z.astype(self.structure.dtype)
-        factors = jax.tree.map(lambda x: x[0], factors)
-        return self._moved(point, factors, z, data)
-
-    def _moved_to(self, point: Array, factors: Any, z: Array, data: Arguments) -> Any:
         map_ = self._at(point, data)[1].maps()[JOINT]
+        factors = jax.tree.map(lambda x: x[0], factors)
+        z = z.astype(self.structure.dtype)
         return jax.vmap(lambda z: moved_to(map_, factors, z[None]))(z)
 
     def gaussians(self, points: np.ndarray, start: Start, data: Arguments) -> Any:
@@ -334,7 +306,7 @@ class Programs:
         """Return the log-density of unconstrained hyperparameters (d,), the view of the
         model there, and the log-densities of all data as a function of the whitened
         latents (size,), see :meth:`_log_terms`."""
-        values, log_prior = self.hyper.values(point, data)
+        values, log_prior = self.hyper.values(point.astype(self.hyper.dtype), data)
         view = self.bound.view(values, data)
 
         def log_terms(white: Array) -> tuple[Array, Trace]:
@@ -540,8 +512,8 @@ class Programs:
             own = prior.terms(z).sum() + 0.5 * prior.log_det
         return log_terms(white)[0].sum() + log_prior + own
 
-    def drawn(
-        self, point: np.ndarray, factors: Any, noise: np.ndarray, data: Arguments
+    def _drawn(
+        self, point: Array, factors: Any, noise: Array, data: Arguments
     ) -> Array:
         """Return whitened latents, (size,), as the Gaussian at a point makes them.
 
@@ -550,11 +522,6 @@ class Programs:
         :param noise: standard normal, (rank,).
         :param data: the model's arguments.
         """
-        return self._whitened(np.asarray(point, self.hyper.dtype), factors, noise, data)
-
-    def _drawn_at(
-        self, point: Array, factors: Any, noise: Array, data: Arguments
-    ) -> Array:
         view = self._at(point, data)[1]
         q = moments_given(jax.tree.map(lambda x: x[0], factors), view)
         return self._drawn_latents(view, q, noise[None])[1][0]

@@ -45,7 +45,7 @@ from numpyro_gpaug.math.sharding import check_shards, on_mesh, partitioned, rows
 from numpyro_gpaug.math.threads import threads_for
 from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.calls import check_key
-from numpyro_gpaug.model.closures import Version, watched
+from numpyro_gpaug.model.closures import RunsModel
 from numpyro_gpaug.model.columns import Columns, signature_of
 from numpyro_gpaug.model.responses import Responses
 from numpyro_gpaug.model.validation import explain_failure
@@ -78,18 +78,14 @@ def _of_the_model_now(method: Callable[P, T]) -> Callable[P, T]:
         # A change that a callback makes belongs to the next run.
         settles = kwargs.get("callback") is None
         states = [x for x in args if isinstance(x, ConjugateState)]
-        with (
-            in_dtype_of([*states, kwargs.get("init_state")]),
-            self._watch.running(settles=settles) as version,
-        ):
-            if version != self._version:
-                self._begin(version)
+        dtype = in_dtype_of([*states, kwargs.get("init_state")])
+        with dtype, self._running(settles=settles):
             return method(*args, **kwargs)
 
     return inside
 
 
-class ConjugateSVI(NotPickled, instead=_UNPICKLED):
+class ConjugateSVI(RunsModel, NotPickled, instead=_UNPICKLED):
     r"""Variational inference with closed-form (natural-gradient) updates of every
     Gaussian block; hyperparameters are learnt on the same bound.
 
@@ -214,22 +210,16 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
                 "TraceWasserstein_ELBO()"
             )
         m_step = (m_step,) if isinstance(m_step, str) else tuple(m_step)
-        self.model = model
         self.guide = guide
         self.settings = Settings(
             optim, updates, step_size, hyper_steps, hyper_every, m_step
         )
         self._mesh = rows_mesh(mesh, ())
-        self._watch = watched(model)
-        self._begin(self._watch.version())
+        super().__init__(model)
 
     @one_thread
-    def _begin(self, version: Version) -> None:
-        """Discard everything that was compiled.
-
-        :param version: the version of the model.
-        """
-        given, self._version = (self.model, self.guide), version
+    def _begin(self) -> None:
+        given = self.model, self.guide
         self._checked = CheckedData(*given, self._mesh)
         self._programs = Programs(*given, self.settings, self._mesh)
 
@@ -514,7 +504,7 @@ class ConjugateSVI(NotPickled, instead=_UNPICKLED):
         arguments = Arguments.split(given.args, given.kwargs)
         if not self.guide.turn(arguments, self._values(state)):
             return False
-        self._begin(self._version)
+        self._begin()
         return True
 
     def _warn(
