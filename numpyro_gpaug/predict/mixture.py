@@ -141,14 +141,15 @@ def over_members(
     return lax.map(one, (fitted.members, prepared, jnp.arange(fitted.size)))
 
 
-def averaged(function: Callable[[Fitted], Any], fitted: Fitted, weights: Array) -> Any:
-    """Return the weighted sum of a function over the members, without storing all
-    values together.
+def averaged(function: Callable[[Fitted], Any], fitted: Fitted) -> Any:
+    """Return the average of a function over the members, without storing all values
+    together. If the fit is not a mixture, return the function's value.
 
     :param function: a function of a member, which returns a tree of arrays.
-    :param fitted: a mixture.
-    :param weights: weights of the members.
+    :param fitted: the fitted quantities.
     """
+    if fitted.members is None:
+        return function(fitted)
 
     def add(total: Any, each: Any) -> tuple[Any, None]:
         member, weight = each
@@ -157,6 +158,7 @@ def averaged(function: Callable[[Fitted], Any], fitted: Fitted, weights: Array) 
 
     shapes = jax.eval_shape(lambda: function(fitted.first))
     zeros = jax.tree.map(jnp.zeros_like, shapes)
+    weights = jnp.exp(fitted.members.log_weights)
     return lax.scan(add, zeros, (fitted.members, weights))[0]
 
 

@@ -403,27 +403,21 @@ class Predictor:
         return float(whole) < ROUNDING
 
     def _known_at(self, arguments: Arguments, fitted: Fitted) -> Any:
-        """Return moments of all Gaussian sites, a checksum of their factors, and
-        quadrature errors; see :meth:`sites`."""
+        """Return moments of the sites that summaries show, a checksum of the factors of
+        all, and quadrature errors; see :meth:`sites`."""
+        view = self._view(arguments, fitted.first)
+        q = self._moments(fitted.first.own)[JOINT]
+        at = {k: SiteMoments(*view.moments(k, q)) for k in self.shown()}
+        if fitted.members is not None:
+            means = {k: x.mean for k, x in at.items()}
 
-        def sites(fitted: Fitted) -> tuple[dict[str, SiteMoments], Any, Any]:
-            view = self._view(arguments, fitted)
-            q = self._moments(fitted.own)[JOINT]
-            names = [s.name for s in view.structure.sites]
-            return {k: SiteMoments(*view.moments(k, q)) for k in names}, view, q
+            def about(fitted: Fitted) -> dict[str, SiteMoments]:
+                here = self.marginals(arguments, fitted)
+                return {k: x.about(means[k]) for k, x in here.items()}
 
-        first, view, q = sites(fitted.first)
-        marks, errors = view.marks(), view.rule_errors(q)
-        if fitted.members is None:
-            return first, marks, errors
-        weights = jnp.exp(fitted.members.log_weights)
-        means = {k: x.mean for k, x in first.items()}
-
-        def about(fitted: Fitted) -> dict[str, SiteMoments]:
-            return {k: x.about(means[k]) for k, x in sites(fitted)[0].items()}
-
-        total = averaged(about, fitted, weights)
-        return {k: x.centred(means[k]) for k, x in total.items()}, marks, errors
+            total = averaged(about, fitted)
+            at = {k: x.centred(means[k]) for k, x in total.items()}
+        return at, view.marks(), view.rule_errors(q)
 
     @one_thread
     def sites(self, arguments: Arguments, fitted: Fitted) -> KnownSites:
@@ -492,9 +486,7 @@ class Predictor:
                     found[k] = map_.covariance(q)[0] + jnp.outer(shift, shift)
                 return found
 
-            if fitted.members is None:
-                return of_one(fitted)
-            return averaged(of_one, fitted, jnp.exp(fitted.members.log_weights))
+            return averaged(of_one, fitted)
 
         with self.version.running():
             return self._run(covariances, arguments, fitted, means)
