@@ -16,6 +16,7 @@ from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.gaussians import Iterative, Layout
 from numpyro_gpaug.gaussians.base import GaussianFactors
 from numpyro_gpaug.gaussians.rows import Rows
+from numpyro_gpaug.math.linalg import precise
 from numpyro_gpaug.math.sparse_pattern import Pattern
 from numpyro_gpaug.model.costs import FIT, Purpose
 from numpyro_gpaug.model.reading import inspect_joint
@@ -86,6 +87,7 @@ def check_moments(sides, dtype):
     apart = rows._replace(place=rows.place[:, ::1].at[:, 0].set(structure.nodes - 1))
 
     @jax.jit
+    @precise
     def found(rows, factors):
         q, natural, map_, prior = moments_at(structure, rows, factors)
         root = q.unwhiten(eye)

@@ -103,6 +103,7 @@ def test_the_transform_is_an_isometry_onto_the_support(graph):
     assert not field.support(y + 1).any()
     np.testing.assert_allclose(jax.jit(lambda y: transform.inv(y))(y), x, atol=1e-5)
     inner = x @ x.T
+    y = np.asarray(y)
     np.testing.assert_allclose(y @ y.T, inner, rtol=1e-4, atol=1e-4)
     assert transform == biject_to(ICAR(GRAPHS[graph]).support)
     jax.tree.map(jnp.shape, (transform, field.support))

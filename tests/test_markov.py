@@ -22,6 +22,7 @@ from numpyro_gpaug.gaussians import Layout
 from numpyro_gpaug.gaussians.rows import Rows
 from numpyro_gpaug.gp.chain import Chain
 from numpyro_gpaug.infer.nested.fallback import corrected
+from numpyro_gpaug.math.linalg import precise
 from numpyro_gpaug.model.forms import refuse_large
 from numpyro_gpaug.model.latents import GaussianSite, Grouping
 from numpyro_gpaug.model.latents import Structure as ModelStructure
@@ -49,6 +50,7 @@ KERNELS = {
 }
 
 
+@precise
 def covariances(kernel, t, new):
     """Prior covariances that the chain implies: of function values at its own times,
     and of these and new ones."""

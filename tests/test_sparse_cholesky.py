@@ -178,11 +178,13 @@ def test_single_precision_of_a_matrix_that_is_almost_singular():
     dense[pattern.rows, pattern.columns] = dense[pattern.columns, pattern.rows] = values
     found = everything(sparse_cholesky.factor(pattern, values), jnp.ones((900, 1)))
     expected = np.linalg.slogdet(dense)[1]
-    np.testing.assert_allclose(found["log_det"], expected, atol=2e-3)
+    # An H100 adds in another order: .009.
+    tolerance = 2e-3 if jax.default_backend() == "cpu" else 2e-2
+    np.testing.assert_allclose(found["log_det"], expected, atol=tolerance)
     inverse = np.linalg.inv(dense)
     expected = inverse[pattern.rows, pattern.columns]
-    np.testing.assert_allclose(found["inverse"], expected, rtol=2e-3)
-    np.testing.assert_allclose(found["solve"][:, 0], inverse.sum(1), rtol=2e-3)
+    np.testing.assert_allclose(found["inverse"], expected, rtol=tolerance)
+    np.testing.assert_allclose(found["solve"][:, 0], inverse.sum(1), rtol=tolerance)
 
 
 def test_derivatives(x64):

@@ -11,6 +11,7 @@ import pytest
 from numpyro_gpaug.gaussians import Chain, Dense, Groups, Layout, chain, groups
 from numpyro_gpaug.gaussians.base import GaussianFactors
 from numpyro_gpaug.gaussians.rows import Order, Rows
+from numpyro_gpaug.math.linalg import precise
 from numpyro_gpaug.math.recurrences import filtered, split
 from numpyro_gpaug.testing import check_structure
 
@@ -189,7 +190,7 @@ def test_variances_of_many_rows_are_sums_of_covariances(x64, monkeypatch, size):
     covariance = np.linalg.inv(np.eye(structure.size) + dense.T @ dense)
     wanted = np.einsum("ni,ij,nj->n", dense, covariance, dense)
     np.testing.assert_allclose(found, wanted, rtol=1e-7)
-    single = jax.jit(lambda rows, q: map_of(rows).marginals(q).variance[0])
+    single = jax.jit(precise(lambda rows, q: map_of(rows).marginals(q).variance[0]))
     found = single(*jax.tree.map(_float32, (rows, q)))
     np.testing.assert_allclose(found, wanted, rtol=1e-3)
     assert (np.abs(terms).sum(0).max() > 100 * wanted.min()) == (size > 1)

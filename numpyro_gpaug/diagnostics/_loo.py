@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -151,9 +152,9 @@ def compare(
         the stacked predictions; and ``bad_k``, the number of observations with a
         ``pareto_k`` above ArviZ's ``good_k`` (0.7 from 2200 draws on). :func:`loo`
         warns about these observations; if there are many, ``elpd`` is not reliable.
-        ArviZ 1 adds diagnostics and rounds; :func:`loo` has unrounded values. If a
-        terminal is too narrow, pandas leaves out columns: use
-        ``print(table.to_string())``.
+        ArviZ 1 adds diagnostics and rounds; :func:`loo` has unrounded values. The sign
+        of ``elpd_diff`` is ArviZ's: positive in 0.8, negative in 1.3. If a terminal is
+        too narrow, pandas leaves out columns: use ``print(table.to_string())``.
     :raises ValueError: for fewer than two trees, observations that differ, or a
         pseudo-likelihood.
 
@@ -224,9 +225,11 @@ def _scores_of(arrays: dict[str, np.ndarray], given: Mapping[str, Any]) -> Any:
     :param given: everything that is to be compared.
     """
     part_of_arviz("arviz_stats")
-    from arviz_stats.utils import ELPDData
+    from arviz_stats import utils
     from xarray import DataArray
 
+    # From ArviZ 1.3 on, each estimator has a class; before, its name was a field.
+    score = getattr(utils, "ELPDDataLOO", None) or partial(utils.ELPDData, "loo")
     shapes = {name: x.shape for name, x in arrays.items()}
     if len(arrays) < len(given):
         raise ValueError(
@@ -247,8 +250,9 @@ def _scores_of(arrays: dict[str, np.ndarray], given: Mapping[str, Any]) -> Any:
         if not np.isfinite(terms).all():
             raise ValueError(f"the log densities of {name!r} are not all finite")
         error = np.sqrt(terms.size * terms.var())
-        scores[name] = ELPDData(
-            "loo", terms.sum(), error, np.nan, 1, terms.size, "log", False, 0.7,
+        scores[name] = score(
+            elpd=terms.sum(), se=error, p=np.nan, n_samples=1,
+            n_data_points=terms.size, scale="log", warning=False, good_k=0.7,
             elpd_i=DataArray(terms), pareto_k=DataArray(np.zeros_like(terms)),
         )  # fmt: skip
     return scores

@@ -64,6 +64,7 @@ def least_jitter(size: int, dtype: np.dtype | type) -> float:
     return max(rounding, 1e-10) if jnp.dtype(dtype) == jnp.float64 else rounding
 
 
+@precise
 def inverse_root(matrix: Array) -> Array:
     """Return ``V`` with ``V K V' = I`` as far as the dtype resolves K, and no more
     elsewhere.

@@ -17,9 +17,11 @@ from numpyro_gpaug.gaussians import Structure
 from numpyro_gpaug.gaussians.base import GaussianFactors, drawn_white, log_density
 from numpyro_gpaug.gaussians.dense import AffineMap, NaturalGaussian
 from numpyro_gpaug.gaussians.rows import Rows
+from numpyro_gpaug.math.linalg import precise
 from numpyro_gpaug.testing.augmentations import require
 
 
+@precise
 def check_structure(
     structure: Structure,
     links: Any = None,

@@ -259,7 +259,7 @@ class Drawer:
     def evaluate(self, point: np.ndarray) -> tuple[float, np.ndarray]:
         """Return the collapsed log-density and its gradient."""
         rows, _, _ = self.known.at(point[None])
-        found = self._evaluated(self.known, point[None], rows, gradient=True)
+        found = self._evaluated(self.known, point[None], rows, 1, gradient=True)
         bound, log_prior, ascent = map(np.asarray, found[:3])
         value = float(bound[0]) + float(log_prior[0])
         if value > self.best:
@@ -451,28 +451,41 @@ class Drawer:
             begin = rows[filled]
             if near.any():
                 begin[near] = known.at(points[filled][near])[0]
-            found = self._evaluated(known, points[filled], begin, gradient=False)
             num = len(here)
+            found = self._evaluated(known, points[filled], begin, num, gradient=False)
             gaussians.bound[here] = np.asarray(found.bound, float)[:num]
             rows[here] = known.flat(found.factors)[:num]
             self._doubts += list(doubts[here])
             self._losses += list(np.asarray(found.loss, float)[:num])
 
     def _evaluated(
-        self, known: Known, points: np.ndarray, rows: np.ndarray, *, gradient: bool
+        self,
+        known: Known,
+        points: np.ndarray,
+        rows: np.ndarray,
+        num: int,
+        *,
+        gradient: bool,
     ) -> Evaluated:
         """Return the Gaussian at points. If one is not finite, or has a negligible
         density, its search may have started from unsuitable factors, and is repeated
-        from the prior."""
+        from the prior.
+
+        :param known: factors found so far, to which those found are added.
+        :param points: points, of which those after the first ``num`` repeat the last.
+        :param rows: flat factors at which the searches start.
+        :param num: the number of points before this padding.
+        :param gradient: see :meth:`Programs.evaluate`.
+        """
         programs, data = self.programs, self.data
-        self.evaluations += len(points)
+        self.evaluations += num
         start = known.start(rows)
         found = programs.evaluate(points, start, data, gradient=gradient)
         good = self._good(found)
         if not good.all() and start.known.any():
             none = jax.tree.map(lambda x: np.repeat(x, len(points), 0), self._none)
             anew = programs.evaluate(points, none, data, gradient=gradient)
-            self.evaluations += len(points)
+            self.evaluations += num
             old, new = (np.asarray(x.bound) for x in (found, anew))
             better = ~good & np.isfinite(new) & ~(new <= old)
 
@@ -482,6 +495,7 @@ class Drawer:
 
             found = jax.tree.map(chosen, anew, found)
             good = self._good(found)
+        good[num:] = False
         if good.any():
             kept = jax.tree.map(lambda x: np.asarray(x)[good], found.factors)
             known.add(points[good], kept, np.asarray(found.bound, float)[good])
