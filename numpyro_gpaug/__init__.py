@@ -2,6 +2,9 @@
 """Latent Gaussian models, Gaussian processes included, as ordinary NumPyro models with
 any likelihood."""
 
+from importlib import import_module
+from typing import Any
+
 from numpyro_gpaug import (
     diagnostics,
     distributions,
@@ -155,3 +158,10 @@ __all__ = [
     "testing",
     "with_residual",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # scikit-learn, which this module imports, takes longer than the rest.
+    if name == "tables":
+        return import_module("numpyro_gpaug.tables")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

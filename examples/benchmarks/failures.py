@@ -167,7 +167,7 @@ def row(case: str) -> dict[str, Any]:
 
     nested, off = run(None)
     fields = nested.get_extra_fields()
-    found = {"case": case, "of": name, "latents": nested._run.weighted.z.shape[-1]}
+    found = {"case": case, "of": name, "latents": nested._run.z.shape[-1]}
     found |= {"khat": fields["khat"], "certified": str(nested.certified), "off": off}
     found |= {"evidence": fields["log_evidence"]}
     found |= {"error": fields["log_evidence_error"], "exact": special.logsumexp(logs)}

@@ -302,7 +302,7 @@ def rows_of(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     cold = clock() - start
     fields, table = nested.get_extra_fields(), nested.summary()
     names = set(nested.latents)
-    size = {"data": name, "latents": nested._run.weighted.z.shape[-1]}
+    size = {"data": name, "latents": nested._run.z.shape[-1]}
     size["hyper"] = nested._run.weighted.points.shape[1]
     worth = float(table["n_eff"].min())
     weighted = nested.get_samples(weighted=True)
