@@ -12,6 +12,7 @@ from numpyro import handlers
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.model import costs
 from tests.conftest import slow
+from tests.problems import unfitted
 
 N, SLOPE, ERROR, NOISE = 30, 2.0, 0.3, 0.2
 RNG = np.random.default_rng(0)
@@ -123,6 +124,23 @@ def test_of_a_product_the_factor_is_held_and_has_the_right_sign():
         # A start with the other sign once ended at a mode of -12, hundreds of nats
         # lower.
         assert sign * fit.params["slope_auto_loc"] == pytest.approx(SLOPE, abs=0.3)
+
+
+@pytest.mark.parametrize("kind", [gpaug.AutoLatentGaussian, gpaug.AutoSparseGP])
+def test_inducing_values_are_not_read_under_another_prior(kind):
+    def model(x, y=None, scale=1.0, start=0.0):
+        Z = start + jnp.arange(2.0)
+        f = gpaug.GaussianProcess("f", gpaug.kernels.Matern52(scale), inducing=Z)(x)
+        with numpyro.plate("data", len(x)):
+            numpyro.sample("y", dist.Normal(f, 0.5), obs=y)
+
+    posterior = unfitted(gpaug.ConjugateSVI(model, kind(model)), X, Y)
+    kept = posterior.predict_y(NEW).mean
+    np.testing.assert_array_equal(kept, posterior.predict_y(NEW, scale=1.0).mean)
+    # The covariances of inducing values do not depend on the start.
+    for other in ({"scale": 2.0}, {"start": 1.0}):
+        with pytest.raises(gpaug.NotConjugateError, match="the prior of 'f' differs"):
+            posterior.predict_y(NEW, **other)
 
 
 def test_numbers_of_the_fit_are_not_read_under_another_prior():

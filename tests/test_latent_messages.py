@@ -379,13 +379,15 @@ def test_slips_of_the_pen_are_named(args, kwargs, message, note):
     assert re.search(note, "".join(getattr(raised.value, "__notes__", [])))
 
 
-def test_columns_are_those_of_the_fit():
+@pytest.mark.parametrize("kind", [gpaug.AutoLatentGaussian, gpaug.AutoSparseGP])
+def test_columns_are_those_of_the_fit(kind):
     def model(X, y=None):
-        w = numpyro.sample("w", dist.Normal(0, 1).expand([X.shape[1]]).to_event(1))
+        w = numpyro.sample("w", dist.Normal(0, 1).expand([2]).to_event(1))
+        eta = X @ w if X.shape[1] == 3 else (X * w).sum(-1)
         with numpyro.plate("data", len(X)):
-            numpyro.sample("y", dist.Normal(X @ w, 1.0), obs=y)
+            numpyro.sample("y", dist.Normal(eta, 1.0), obs=y)
 
-    svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
+    svi = gpaug.ConjugateSVI(model, kind(model))
     posterior = unfitted(svi, np.stack([T, T**2], 1), REAL)
     for columns in (1, 3):
         with pytest.raises(ValueError, match=f"X has {columns} columns, and had 2"):

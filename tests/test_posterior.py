@@ -149,8 +149,8 @@ def test_save_and_load_predict_the_same(tmp_path) -> None:
     with np.load(path, allow_pickle=False) as archive:
         total = sum(v.size for k, v in archive.items() if k != "meta")
         assert not any(v.dtype == object for v in archive.values())
-    # The file contains arrays of size M, and no training data.
-    assert total < 12 * 12 + 12 * 2 + 2 * 12 + 10
+    # The file contains arrays of size M, checksums, and no training data.
+    assert total < 12 * 12 + 12 * 2 + 2 * 12 + 18
 
 
 def test_saving_what_cannot_be_saved_is_named(tmp_path) -> None:

@@ -189,6 +189,15 @@ class Conditional:
         return prior - jnp.swapaxes(self.projection, -1, -2) @ self.projection
 
     @property
+    @precise
+    def marks(self) -> tuple[Array, ...]:
+        """The inducing inputs, and the covariances of the first and the last with all:
+        numbers that change with the prior of the inducing values."""
+        Z = self.inducing
+        ends = jnp.take(Z, jnp.array([0, -1]), max(Z.ndim - 2, 0))
+        return Z, self.gp.kernel(ends, Z)
+
+    @property
     def unreached(self) -> Array:
         """Whether at most one inducing value explains each function value."""
         return AffineMap(self.mean, self.projection, self.residual).unshared()

@@ -131,6 +131,10 @@ class InducingPosterior:
             for b in view.structure.processes
         }
 
+    def marks(self, view: ModelView) -> dict[str, Array]:
+        """Return checksums of the priors on which function values depend."""
+        return view.marks()
+
     def known(self, gp: GaussianProcess, fit: Fit, block: Block) -> Any:
         """Return the factor of a process, computed if ``fit`` has none."""
         if fit.factors is not None:

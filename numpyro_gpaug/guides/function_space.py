@@ -191,6 +191,10 @@ class FunctionSpacePosterior:
         """Return whiteners of the inducing values, if the kernel uses them."""
         return InducingPosterior().factors(view) if self._kernel is None else {}
 
+    def marks(self, view: ModelView) -> dict[str, Array]:
+        """Return checksums of the prior, if the kernel uses it."""
+        return view.marks() if self._kernel is None else {}
+
     def marginals(self, view: ModelView, fit: Fit) -> dict[str, Any]:
         """:class:`~numpyro_gpaug.gaussians.dense.Marginals` by block name."""
         (block,) = view.structure.blocks

@@ -34,7 +34,7 @@ from numpyro_gpaug.math.expectation import (
     placed,
     rule_differences,
 )
-from numpyro_gpaug.math.fingerprints import fingerprint
+from numpyro_gpaug.math.fingerprints import checksum, checksums, fingerprint
 from numpyro_gpaug.model.affine import Predictors
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.correlated_data import covariance_of
@@ -117,7 +117,7 @@ class JointPredictiveView(JointView):
             used = {k for leaf in jax.tree.leaves(sources[name]) for k in leaf.state}
             own = (arrays[int(k)] for k in sorted(used))
             leaves = [*jax.tree.leaves(found[name]), *own]
-            return _checksum(
+            return checksum(
                 jnp.concatenate([jnp.ravel(x).astype(float) for x in leaves])
             )
 
@@ -132,20 +132,7 @@ class JointPredictiveView(JointView):
         names = own - outputs.factors.keys() - outputs.precisions.keys()
         given = {k: (outputs.spreads[k], outputs.values[k]) for k in names}
         found = self._at_zero(given | outputs.kernels)
-        for k in outputs.kernels:
-            # Rounding determines the factor of a singular covariance.
-            (factor,) = found[k]
-            waves = jnp.cos(jnp.arange(factor.shape[-2], dtype=factor.dtype))[:, None]
-            found[k] = (factor @ (factor.mT @ waves),)
-        return {
-            k: jnp.stack(
-                [
-                    jnp.append(_checksum(x), x.size)
-                    for x in map(jnp.ravel, jax.tree.leaves(parts))
-                ]
-            )
-            for k, parts in found.items()
-        }
+        return {k: checksums(parts) for k, parts in found.items()}
 
     def _marks_of_fields(self) -> dict[str, Array]:
         """Return checksums, by site, of the sparse precisions, and of their places."""
@@ -155,7 +142,7 @@ class JointPredictiveView(JointView):
         places = {k: fingerprint([x.rows, x.columns]) for k, x in patterns.items()}
         return {
             # A number that float32 represents exactly.
-            name: jnp.append(_checksum(values), int(places[name]) % 2**16)
+            name: jnp.append(checksum(values), int(places[name]) % 2**16)
             for name, values in found.items()
         }
 
@@ -587,12 +574,3 @@ class JointPredictiveView(JointView):
         mean, variance = (x[0].reshape(shape) for x in map_.marginals(q))
         pairs = (jnp.asarray(x) for x in pair_places(site, [shape]))
         return mean, variance, map_.covariances(q, *pairs)[0]
-
-
-def _checksum(flat: Array) -> Array:
-    """Return the sum of absolute values, and two sums relative to it: entries of either
-    sign may nearly cancel, and leave the rounding of the sum."""
-    waves = jnp.cos(jnp.arange(flat.size, dtype=flat.dtype))
-    size = jnp.abs(flat).sum()
-    parts = jnp.stack([flat.sum(), (flat * waves).sum()])
-    return jnp.append(parts / jnp.where(size > 0, size, 1), size)

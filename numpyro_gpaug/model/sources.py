@@ -79,7 +79,7 @@ def sources(
         others = [p for x, p in zip(fns, parameters, strict=True) if not _is_factor(x)]
         return (
             [m["value"] for m in observed],
-            [f.gp.factor for f in processes],
+            [f.gp.factor if f.gp.markov else f.marks for f in processes],
             terms,
             [[f.X for f in processes], others],
         )

@@ -16,6 +16,7 @@ from numpyro_gpaug.gaussians.base import Marginals
 from numpyro_gpaug.gaussians.dense import AffineBlocks, AffineMap, Prior
 from numpyro_gpaug.gp.conditional import Conditional
 from numpyro_gpaug.likelihoods.expectations import Route, base_distribution
+from numpyro_gpaug.math.fingerprints import checksums
 from numpyro_gpaug.math.linalg import safe_sqrt
 from numpyro_gpaug.math.quadrature import gauss_hermite
 from numpyro_gpaug.model.arguments import Arguments
@@ -195,6 +196,19 @@ class ModelView(View):
         """Return the priors of every block, latent axis first."""
         blocks = self.structure.blocks
         return {block.name: prior_of(block, self._run.trace) for block in blocks}
+
+    def slopes(self) -> Array:
+        """Return the weights of the blocks in function values and predictors, as a
+        vector. It depends on the arguments on which the weights depend."""
+        values = [self.conditional(b).projection for b in self.structure.processes]
+        values += [x.projection for x in self.weight_maps().values()]
+        return jnp.concatenate([jnp.ravel(x) for x in values])
+
+    def marks(self) -> dict[str, Array]:
+        """Return checksums, by process, of the prior of its inducing values. They show
+        whether numbers of the fit have the same meaning."""
+        processes = self.structure.processes
+        return {b.name: checksums(self.conditional(b).marks) for b in processes}
 
     def block_scale(self, block: Block) -> Any:
         """Return the scale NumPyro put on a block's sample site, times C / K if the

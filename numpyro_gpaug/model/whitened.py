@@ -140,7 +140,7 @@ class Parts(NamedTuple):
     :param chains: for sites that make the states of a process or a curve, the
         transitions between the states, (steps, R, 2 R + 1), and the states, (steps, R).
     :param bounded: for observed sites, parameters that have a domain.
-    :param kernels: factors of inducing values, by process.
+    :param kernels: marks of the priors of inducing values, by process.
     :param residuals: variances of function values given inducing values, by process.
     :param unreached: which function values are explained by at most one inducing value,
         by process.
@@ -244,8 +244,7 @@ def parts_of(
                 parts.unreached[name] = f.unreached
                 if isinstance(f, MarkovConditional) and f.chain.width:
                     parts.chains[f"{name}.v"] = f.chain.links, f.states
-                else:
-                    parts.kernels[name] = (f.gp.factor,)
+                parts.kernels[name] = f.marks
         if site["type"] != "sample":
             continue
         fn, value, scale = site["fn"], site["value"], site["scale"]

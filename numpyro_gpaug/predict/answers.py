@@ -29,6 +29,7 @@ from numpyro_gpaug.likelihoods.expectations import (
 from numpyro_gpaug.model.arguments import Arguments, Model
 from numpyro_gpaug.model.expectation import of_site
 from numpyro_gpaug.model.inspect import structure_at
+from numpyro_gpaug.model.joint import Codes
 from numpyro_gpaug.model.joint_predictive import JointPredictiveView
 from numpyro_gpaug.model.latents import JOINT, Structure
 from numpyro_gpaug.model.left_out import LeftOut
@@ -80,6 +81,19 @@ class Answers:
         sites = self._structure.observed
         found = [s for s in sites if s.route is not Route.CONSTANT]
         return one_of(found, site, "observed site")
+
+    def checks(self, view: Any, site: str) -> tuple[Codes | None, Any, Any]:
+        """Return the codes and the marks of the model at new inputs, and how far
+        predictors are from depending on one group each.
+
+        :param view: the model at new inputs.
+        :param site: the site to predict.
+        """
+        return None, self.marks(view), jnp.inf
+
+    def marks(self, view: Any) -> dict[str, Array]:
+        """Return checksums of the priors on which predictions depend."""
+        return self._posterior.marks(view)
 
     # Answers.
 
@@ -241,6 +255,13 @@ class JointAnswers(Answers):
 
     def other_sites(self) -> str:
         return "predict_f(..., site=...) predicts deterministic sites"
+
+    def checks(self, view: Any, site: str) -> tuple[Codes | None, Any, Any]:
+        needed, whole = view.misfits_of(site)
+        return Codes.of(view, needed), self.marks(view), whole
+
+    def marks(self, view: Any) -> dict[str, Array]:
+        return view.marks()
 
     def named(self, site: str | None) -> str:
         """Return the name of the site to predict: a process, a deterministic or a

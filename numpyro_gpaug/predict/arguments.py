@@ -167,7 +167,7 @@ class FitArguments(NamedTuple):
         positional = dict(zip(parameters, args, strict=False))
         self._refuse_rows_of_fit(positional, kwargs)
         self._refuse_inducing({**positional, **kwargs})
-        self._refuse_columns(model, positional | kwargs, lambda: weighing(arguments))
+        self._refuse_shapes(model, positional | kwargs, lambda: weighing(arguments))
         self._warn_of_far({**positional, **kwargs}, lambda: weighing(arguments))
         flags = [
             flag for flag, x in new for leaf in jax.tree.leaves(x) if is_array(leaf)
@@ -228,7 +228,7 @@ class FitArguments(NamedTuple):
                     "the fit"
                 )
 
-    def _refuse_columns(
+    def _refuse_shapes(
         self, model: Model, given: Values, weighing: Callable[[], Any]
     ) -> None:
         """Raise for a first argument with fewer axes than in the fit, and for an
@@ -261,7 +261,9 @@ class FitArguments(NamedTuple):
                 continue
             if here[0] == here[1] and known[0] == known[1]:
                 continue
-            if known[1] not in members and name in (weighing() or ()):
+            if known[1] in members:
+                continue
+            if (names := weighing()) is None or name in names:
                 raise ValueError(
                     f"{name} has {here[1]} columns, and had {known[1]} in the fit. "
                     "Pass the same columns, in the same order"

@@ -64,12 +64,24 @@ class Calls:
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Arguments, tuple[bool, ...]]:
         """Return the model's arguments, observations included, as
-        :meth:`.FitArguments.joined`."""
+        :meth:`.FitArguments.joined`.
+
+        :raises NotConjugateError: if they change the prior of inducing values.
+        """
 
         def weighing(arguments: Arguments) -> tuple[str, ...] | None:
             return self._predictor.weighing(arguments, self._fitted)
 
-        return self._arguments.joined(self._predictor.model, args, kwargs, weighing)
+        predictor = self._predictor
+        arguments, by_row = self._arguments.joined(
+            predictor.model, args, kwargs, weighing
+        )
+        # One array has the rows, and the posterior keeps everything else.
+        alone = len(jax.tree.leaves((args, kwargs))) == 1
+        if not (alone or predictor.structure.joint or is_traced(arguments)):
+            with self._naming(arguments):
+                predictor.check(arguments, self._fitted, self.marks, "")
+        return arguments, by_row
 
     def __call__(self, what: str, arguments: Arguments, site: str, **how: Any) -> Any:
         """Predict all rows at once; see :meth:`_padded`."""
@@ -106,7 +118,7 @@ class Calls:
 
     def _at_once(self, what: str, arguments: Arguments, site: str, **how: Any) -> Any:
         """Predict these rows."""
-        if not is_traced(arguments):
+        if self._predictor.structure.joint and not is_traced(arguments):
             how["grouped"] = self._predictor.check(
                 arguments, self._fitted, self.marks, site
             )

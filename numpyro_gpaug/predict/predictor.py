@@ -31,7 +31,6 @@ from numpyro_gpaug.model.arguments import Added, Arguments, Model, Values
 from numpyro_gpaug.model.closures import watched
 from numpyro_gpaug.model.columns import Labels
 from numpyro_gpaug.model.jaxpr import dependence_on_arrays
-from numpyro_gpaug.model.joint import Codes
 from numpyro_gpaug.model.labels import labelled_axes
 from numpyro_gpaug.model.latents import JOINT, Structure
 from numpyro_gpaug.model.padding import Padding
@@ -284,19 +283,20 @@ class Predictor:
     @one_thread
     def weighing(self, arguments: Arguments, fitted: Fitted) -> tuple[str, ...] | None:
         """Return the names of the arguments on which the weights of latents in
-        predictors depend; ``None`` if they are not known.
+        predictors depend; ``None`` if the model does not run with the arguments.
 
         :param arguments: the model's arguments.
         :param fitted: the fitted quantities.
         """
-        if not self.structure.joint:
-            return None
 
         def slopes(arguments: Arguments) -> Array:
             return self._view(arguments, fitted.first).slopes()
 
-        def found() -> tuple[str, ...]:
-            used = dependence_on_arrays(slopes, arguments).state
+        def found() -> tuple[str, ...] | None:
+            try:
+                used = dependence_on_arrays(slopes, arguments).state
+            except TypeError:
+                return None
             names = names_of_arrays(self.model, *arguments.merge())
             return tuple(names[int(i)] for i in used)
 
@@ -372,22 +372,19 @@ class Predictor:
         :return: whether to predict by groups: there are many rows, and each of them
             depends on one group.
         """
-        if not self.structure.joint:
-            return False
 
         def checks(arguments: Arguments, fitted: Fitted) -> Any:
-            view = self._view(arguments, fitted)
-            needed, whole = view.misfits_of(site)
-            return Codes.of(view, needed), view.marks(), whole
+            return self._answers.checks(self._view(arguments, fitted), site)
 
         key, made = (arguments.shapes, site), partial(jit_for_few_runs, checks)
         codes, here, whole = self._cached("checks", key, made)(arguments, fitted.first)
-        codes.check(
-            f"values of {site!r}",
-            ". A new group needs a plate with more members, and a step beyond the last "
-            "one a longer series. Make the size a keyword argument of the model, and "
-            "pass it here",
-        )
+        if codes is not None:
+            codes.check(
+                f"values of {site!r}",
+                ". A new group needs a plate with more members, and a step beyond the "
+                "last one a longer series. Make the size a keyword argument of the "
+                "model, and pass it here",
+            )
         for name in here.keys() & marks.keys():
             mark, known = np.asarray(here[name]), np.asarray(marks[name])
             same = np.isclose(mark, known, rtol=1e-3, atol=1e-5).all(-1)
@@ -401,6 +398,9 @@ class Predictor:
                     return self.check(arguments.counted(), fitted, marks, site)
                 raise NotConjugateError((_OTHER_PRIOR if own else _ELSEWHERE)(name))
         return float(whole) < ROUNDING
+
+    def _marks(self, arguments: Arguments, fitted: Fitted) -> dict[str, Array]:
+        return self._answers.marks(self._view(arguments, fitted.first))
 
     def _known_at(self, arguments: Arguments, fitted: Fitted) -> Any:
         """Return moments of the sites that summaries show, a checksum of the factors of
@@ -429,7 +429,7 @@ class Predictor:
         :param fitted: the fitted quantities.
         """
         if not self.structure.joint:
-            return NO_SITES
+            return NO_SITES._replace(marks=self._run(self._marks, arguments, fitted))
         at, marks, errors = self._run(self._known_at, arguments, fitted)
         shown = {k: SiteMoments(*at[k]) for k in self.shown()}
         lost = {name: float(x) for name, x in errors.items()}
