@@ -49,6 +49,17 @@ def test_one_predictor_against_an_integral(x64, total, deviation):
     np.testing.assert_allclose(found, exact, rtol=1e-4 if turns else 1e-6)
 
 
+def test_constants_need_no_derivative():
+    def total(shape, predictors):
+        return jax.scipy.special.betainc(shape, 1.0, jax.nn.sigmoid(*predictors)).sum()
+
+    def average(mean):
+        at = PredictorMoments((mean,), (jnp.ones(2),))
+        return expected_sum(total, jnp.array(2.0), at)
+
+    assert np.all(np.asarray(jax.grad(average)(jnp.ones(2))) > 0)
+
+
 def normal(numbers, predictors):
     """The log-density of a normal with a location and the logarithm of a scale."""
     y, shift = numbers

@@ -527,6 +527,16 @@ def test_residuals_with_an_integer_prior_mean_have_one_predictor():
     assert jnp.issubdtype(level["value"].dtype, jnp.floating)
 
 
+def test_a_scale_of_one_is_none():
+    def model(t, y=None):
+        b = numpyro.sample("b", dist.Normal(0, 1))
+        with numpyro.plate("data", N):
+            numpyro.sample("y", dist.Poisson(jnp.exp(b * t)), obs=y)
+
+    scaled = numpyro.handlers.scale(model, scale=1.0)
+    assert not structure_of(scaled, T, COUNTS).structure.others
+
+
 def test_discrete_and_drawn_latents_and_softmax_are_refused():
     def discrete(y=None):
         z = numpyro.sample("z", dist.Bernoulli(0.5))

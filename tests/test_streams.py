@@ -215,6 +215,7 @@ def test_inducing_inputs_may_be_added_and_come_in_another_order(first):
         noise = np.append(noise, np.full(6, 0.09))
     new = np.linspace(-3, 5, 7, dtype="f")[:, None]
     mean, covariance = conditional(X, y, noise, new, scale)
+    assert str(stream).startswith("Stream of ")
     with pytest.raises(ValueError, match="'Z' .* differs from the fit"):
         stream.posterior.predict_f(new, Z=added[::-1])
     found = stream.posterior.predict_f(new, Z=added)

@@ -128,7 +128,7 @@ def expected_sum(total: Sum, numbers: Any, at: PredictorMoments) -> Array:
     :param at: Gaussians on the predictors.
     :return: scalar.
     """
-    return _forward(total, numbers, at)[0]
+    return _sums(total, numbers, at, [False] * len(jax.tree.leaves(numbers)))[0]
 
 
 class _Sums(NamedTuple):
@@ -267,21 +267,27 @@ def _added(
 
 
 def _forward(total: Sum, numbers: Any, at: PredictorMoments) -> tuple[Array, Any]:
-    """Return the value and its derivatives, in one pass that stores no array per
-    node."""
-    floats = [_is_float(leaf) for leaf in jax.tree.leaves(numbers)]
+    """Return the value, and its derivatives in all that has derivatives itself: a
+    density need not have a derivative in a constant."""
+    moved = [x.perturbed for x in jax.tree.leaves(numbers)]
+    numbers, at = jax.tree.map(lambda x: x.value, (numbers, at))
+    return _sums(total, numbers, at, moved)
 
-    def at_node(moving: list[Array], values: tuple[Array, ...]) -> Array:
-        leaves, treedef = jax.tree.flatten(numbers)
-        given = iter(moving)
-        merged = [
-            next(given) if f else leaf for f, leaf in zip(floats, leaves, strict=True)
-        ]
+
+def _sums(
+    total: Sum, numbers: Any, at: PredictorMoments, moved: list[bool]
+) -> tuple[Array, Any]:
+    """Return the value and its derivatives, in one pass that stores no array per node.
+
+    :param moved: the leaves of ``numbers`` in which to differentiate.
+    """
+    leaves, treedef = jax.tree.flatten(numbers)
+    moving = [x if move else None for move, x in zip(moved, leaves, strict=True)]
+
+    def at_node(moving: list[Array | None], values: tuple[Array, ...]) -> Array:
+        pairs = zip(moving, leaves, strict=True)
+        merged = [leaf if x is None else x for x, leaf in pairs]
         return total(jax.tree.unflatten(treedef, merged), values)
-
-    moving = [
-        leaf for f, leaf in zip(floats, jax.tree.leaves(numbers), strict=True) if f
-    ]
 
     def at_one(here: Array) -> _Sums:
         values = placed(at, here)
@@ -294,7 +300,7 @@ def _forward(total: Sum, numbers: Any, at: PredictorMoments) -> tuple[Array, Any
 
     found = _averaged(at_one, at)
     slopes = _moment_slopes(at, found.slopes, found.turned)
-    return found.value, (found.direct, slopes, numbers, at.partner)
+    return found.value, (jax.tree.unflatten(treedef, found.direct), slopes)
 
 
 def _share(weight: Array, y: Array) -> Array:
@@ -336,23 +342,9 @@ def _moment_slopes(
 
 
 def _backward(total: Sum, kept: Any, cotangent: Array) -> tuple[Any, Any]:
-    direct, moments, numbers, index = kept
-    leaves, treedef = jax.tree.flatten(numbers)
-    given = iter(direct)
-    slopes = [
-        cotangent * next(given)
-        if _is_float(leaf)
-        else np.zeros(jnp.shape(leaf), jax.dtypes.float0)
-        for leaf in leaves
-    ]
-    scaled = jax.tree.map(lambda x: cotangent * x, moments)
-    if index is not None:
-        scaled = scaled._replace(partner=np.zeros(index.shape, jax.dtypes.float0))
-    return jax.tree.unflatten(treedef, slopes), scaled
+    # Arguments in which the sum was not differentiated have None.
+    direct, moments = jax.tree.map(lambda x: cotangent * x, kept)
+    return direct, moments
 
 
-expected_sum.defvjp(_forward, _backward)
-
-
-def _is_float(x: Any) -> bool:
-    return bool(jnp.issubdtype(jnp.result_type(x), jnp.floating))
+expected_sum.defvjp(_forward, _backward, symbolic_zeros=True)

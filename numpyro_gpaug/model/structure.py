@@ -21,6 +21,7 @@ from numpyro_gpaug.distributions.sparse_prior import sparse_prior
 from numpyro_gpaug.gp.conditional import Conditional
 from numpyro_gpaug.likelihoods.expectations import Route, base_distribution
 from numpyro_gpaug.math import sparse_cholesky
+from numpyro_gpaug.math.arrays import is_traced
 from numpyro_gpaug.math.sparse_terms import by_columns
 from numpyro_gpaug.model.arguments import Arguments, is_array
 from numpyro_gpaug.model.closures import count_run
@@ -180,11 +181,16 @@ def run_model(
     with handlers.block(expose_types=expose_types), unchecked:
         policy = residual_policy(filled, "mean")
         try:
-            return handlers.trace(policy).get_trace(*args, **kwargs)
+            trace: Trace = handlers.trace(policy).get_trace(*args, **kwargs)
         except (AssertionError, TypeError, ValueError) as error:
             if not getattr(error, "__notes__", ()):
                 error.add_note(_given(model, args, kwargs, error))
             raise
+    for site in trace.values():
+        scale: Any = site.get("scale")
+        if not is_traced(scale) and np.ndim(scale) == 0 and scale == 1:
+            site["scale"] = None
+    return trace
 
 
 def _given(

@@ -383,9 +383,9 @@ def explain_failure(
     ]
     if at_zero and not broken:
         raise CholeskyError(
-            f"the point estimate of {at_zero} went to zero, where its density has no "
-            "maximum (a Gamma with a concentration below 1, say). Use NestedVI, which "
-            "integrates it, or another prior"
+            f"the point estimate of {at_zero} is zero, where the evidence lower bound "
+            "is not finite. Use NestedVI, which integrates it, or a prior whose "
+            "density vanishes at zero"
         )
     raise CholeskyError(
         "the evidence lower bound is not finite"

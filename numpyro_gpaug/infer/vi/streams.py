@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from numpyro_gpaug._display import NotPickled, Rows
 from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.gaussians.dense import Moments, NaturalGaussian, Prior
 from numpyro_gpaug.gaussians.pseudo_data import projected
@@ -41,7 +42,7 @@ STEPS = 50
 SETTLED = 1e-3
 
 
-class Stream:
+class Stream(NotPickled, instead="save the posterior, stream.posterior.save(path)"):
     r"""A posterior that keeps learning from batches of data, which need not be kept.
 
     The posterior so far, :math:`q_{t-1}(v)` of the inducing values, is the prior of the
@@ -148,6 +149,11 @@ class Stream:
         self.losses: list[float] = []
         self._moves = InducingMoves(posterior.model)
         self._begin(posterior.model)
+
+    def _display(self) -> tuple[str, Rows]:
+        title, rows = self.posterior._display()
+        batches = "batches", str(len(self.losses)), f"forgetting {self.forgetting}"
+        return title.replace("Posterior", "Stream", 1), [batches, *rows]
 
     def _begin(self, model: Any) -> None:
         """Make the programs of a model with a given number of inducing inputs."""
