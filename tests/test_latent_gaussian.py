@@ -430,6 +430,23 @@ def test_the_table_has_a_row_for_every_entry(counts):
     assert counts[0].quadrature_errors == {}
 
 
+def test_overdispersed_data_are_predicted_by_new_members():
+    """A latent in the plate of the data belongs to them: other data have others."""
+
+    def model(t, y=None):
+        a = numpyro.sample("a", dist.Normal(0, 2))
+        with numpyro.plate("data", len(t)):
+            e = numpyro.sample("e", dist.Normal(0, 0.8))
+            eta = numpyro.deterministic("eta", a + e)
+            numpyro.sample("y", dist.Poisson(jnp.exp(eta)), obs=y)
+
+    posterior, _, _ = fitted(model, T, COUNTS)
+    found = posterior.predict_f(T, site="eta")
+    a = posterior["a"]
+    np.testing.assert_allclose(found.mean, np.full(N, a.mean), rtol=1e-5)
+    np.testing.assert_allclose(found.variance, np.full(N, a.variance + 0.64), rtol=1e-4)
+
+
 # -- what is Gaussian, and what is said of the rest ----------------------------------
 
 
