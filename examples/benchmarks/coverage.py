@@ -18,11 +18,12 @@ share of runs whose k-hat is at most 0.7, ``cold`` the seconds of the first set,
 are of one process.
 
 ``--part dense`` has 100 inputs in one dimension and all of their function values as
-latents. ``--part sparse`` has ``--rows`` inputs in ``--columns`` dimensions, a
-lengthscale for each, and a process with ``--inducing`` inducing inputs; the function is
-drawn from the whole process, so that too few inducing inputs show. Draws of
-``NestedVI`` are of the model as written, where function values follow from the inducing
-ones; ``ConjugateSVI`` and ``mixture`` have what these leave open::
+latents; ``--part markov`` has the same data, and the process as a chain of states.
+``--part sparse`` has ``--rows`` inputs in ``--columns`` dimensions, a lengthscale for
+each, and a process with ``--inducing`` inducing inputs; the function is drawn from the
+whole process, so that too few inducing inputs show. Draws of ``NestedVI`` are of the
+model as written, where function values follow from the inducing ones; ``ConjugateSVI``
+and ``mixture`` have what these leave open::
 
     python examples/benchmarks/coverage.py --part sparse --sets 10 --columns 8 \
         --rows 5000 --inducing 100
@@ -73,10 +74,22 @@ LIKELIHOODS = {"normal": normal, "bernoulli": bernoulli, "student_t": student_t}
 
 def dense(X: Any, y: Any = None, *, likelihood: Any) -> None:
     """A process at all inputs."""
+    kernel = matern()
+    at_inputs(kernel(X, X), kernel.variance, y, likelihood)
+
+
+def matern() -> Any:
     lengthscale = numpyro.sample("lengthscale", dist.LogNormal(-0.7, 0.7))
     variance = numpyro.sample("variance", dist.LogNormal(0.5, 1.0))
-    K = gpaug.kernels.Matern52(lengthscale, variance)(X, X)
-    at_inputs(K, variance, y, likelihood)
+    return gpaug.kernels.Matern52(lengthscale, variance)
+
+
+def markov(X: Any, y: Any = None, *, likelihood: Any) -> None:
+    """A process as a chain of states."""
+    f = gpaug.GaussianProcess("f", matern(), markov=True)(X)
+    observed = likelihood(f)
+    with numpyro.plate("data", len(X)):
+        numpyro.sample("y", observed, obs=y)
 
 
 def at_inputs(K: Any, variance: Any, y: Any, likelihood: Any) -> None:
@@ -106,6 +119,9 @@ def sparse(X: Any, y: Any = None, *, likelihood: Any, inducing: Any) -> None:
     observed = likelihood(f)
     with numpyro.plate("data", len(X)):
         numpyro.sample("y", observed, obs=y)
+
+
+PARTS = {"dense": dense, "markov": markov, "sparse": sparse}
 
 
 def simulated(model: Any, shape: tuple[int, int], key: Any) -> tuple[Any, Any, Any]:
@@ -159,8 +175,8 @@ def around(f: Any) -> Any:
 
 def rows_of(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     likelihood, is_sparse = LIKELIHOODS[name], args.part == "sparse"
-    here = partial(sparse if is_sparse else dense, likelihood=likelihood)
-    truth = partial(whole, likelihood=likelihood) if is_sparse else here
+    here = partial(PARTS[args.part], likelihood=likelihood)
+    truth = partial(whole if is_sparse else dense, likelihood=likelihood)
     shape = (args.rows, args.columns) if is_sparse else (NUM, 1)
     kind = gpaug.AutoSparseGP if is_sparse else gpaug.AutoLatentGaussian
     draw = jax.jit(partial(simulated, truth, shape))
@@ -204,7 +220,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--part", choices=["dense", "sparse"], default="dense")
+    parser.add_argument("--part", choices=[*PARTS], default="dense")
     parser.add_argument("--rows", type=int, default=1000)
     parser.add_argument("--columns", type=int, default=4)
     parser.add_argument("--inducing", type=int, default=50)
