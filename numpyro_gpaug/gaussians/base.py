@@ -333,6 +333,19 @@ def rebased(prior: GaussianPrior, natural: Any) -> Any:
     return natural if own is None else own(natural)
 
 
+def moved(prior: GaussianPrior, natural: Any, z: Array) -> Any:
+    """Return the natural parameters of prior and data with means that differ by ``z``.
+    A prior with transitions, of which ``natural.moved`` knows nothing, has a method of
+    this name.
+
+    :param prior: the prior.
+    :param natural: the natural parameters.
+    :param z: the change of the means.
+    """
+    own = getattr(prior, "moved", None)
+    return natural.moved(z) if own is None else own(natural, z)
+
+
 class GroupsPrior(StructurePrior, Protocol):
     """The prior of a :class:`Structure` with independent groups."""
 

@@ -369,6 +369,14 @@ class ChainPrior:
         standard = self.structure.standard(self.loc.dtype)
         return standard._replace(links=self.links[None])
 
+    def moved(self, q: ChainNatural, z: Array) -> ChainNatural:
+        """See :func:`~numpyro_gpaug.gaussians.base.moved`."""
+        steps, corner = q.layout.split(self.pull(z))
+        # The corner of the prior is in what moves.
+        pulled = q.layout.joined(steps, jnp.zeros_like(corner))
+        q = q.moved(z)
+        return q._replace(potential=q.potential + pulled)
+
     def rebased(self, q: ChainNatural) -> ChainNatural:
         """Return natural parameters with the links and units of this prior, for the
         same information as with others."""

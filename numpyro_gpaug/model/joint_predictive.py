@@ -66,7 +66,8 @@ from numpyro_gpaug.model.structure import Observed
 _NO_FACTORS = (
     "leave_one_out needs one or two predictors of its own for each datum of {0!r} (for "
     "groups write jnp.exp(effect[group]), not jnp.exp(effect)[group]), and no latent "
-    "for each row. "
+    "for each row. A number that all data share, as the logit of a gate or the "
+    "logarithm of a scale, may have a prior that is not Gaussian instead. "
     "diagnostics.loo(diagnostics.to_datatree(...)) works for any fit"
 )
 _SEVERAL = (
