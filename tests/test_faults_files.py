@@ -268,7 +268,7 @@ def test_edited_arrays(tmp_path) -> None:
 
 def joint(
     X, group, y=None, *, sd=2.0, wide=1.0, column=0, slope=1.0, mean=0.0, gain=1.0,
-    swapped=False, noise=0.5, product=False,
+    swapped=False, noise=0.5, product=False, start=0.0,
 ):  # fmt: skip
     """Return a posterior of a slope, effects and a process, with the parts that an edit
     may change.
@@ -277,7 +277,9 @@ def joint(
     tau = numpyro.sample("tau", dist.HalfNormal(wide))
     with numpyro.plate("groups", 3):
         a = numpyro.sample("a", dist.Normal(0, tau))
-    gp = gpaug.GaussianProcess("f", gpaug.kernels.Matern52(1.0), Z, mean=0.3 * mean)
+    gp = gpaug.GaussianProcess(
+        "f", gpaug.kernels.Matern52(), start + Z, mean=0.3 * mean
+    )
     inputs = X[:, ::-1] if swapped else X
     trend = X @ jnp.array([b, 0.0]) if product else b * X[:, column]
     eta = slope * trend + a[group] + gain * gp(inputs)
@@ -306,6 +308,7 @@ def joint_file(tmp_path_factory):
         ({"slope": 1.1}, "distribution of 'y'"),
         ({"gain": 3.0}, "distribution of 'y'"),
         ({"swapped": True}, "what 'f' is called at"),
+        ({"start": 1.0}, "inducing= of 'f'"),
         ({"noise": 0.6}, "distribution of 'y'"),
     ],
 )

@@ -126,7 +126,8 @@ def _numbers(message: dict[str, Any]) -> dict[str, Array]:
     """Return numbers that describe a site, for comparison with others."""
     name, fn = message["name"], message.get("fn")
     if isinstance(fn, Conditional):
-        return {f"what {name!r} is called at": fn.X, f"the mean of {name!r}": fn.mean}
+        found = {f"what {name!r} is called at": fn.X, f"the mean of {name!r}": fn.mean}
+        return found | {f"inducing= of {name!r}": fn.inducing}
     if message["type"] != "sample" or fn is None:
         return {}
     what = f"the prior of {name!r}"
