@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from numpyro_gpaug.infer.nested.drawer import Drawer
+from numpyro_gpaug.math.compiling import jit_for_few_runs
 
 # The largest number of lines through the mean of the Gaussian, and the places on them,
 # in its standard deviations.
@@ -109,9 +110,16 @@ class _Mode(NamedTuple):
         """Whether the distance of the means exceeds the widths of the Gaussians."""
         noise = rng.normal(size=(64, other.moments.rank))
         noise = noise.astype(other.moments.mean.dtype)
-        widths = [np.asarray(m.moments.unwhiten(noise)).std(0) for m in (self, other)]
+        widths = [np.asarray(_deviations(m.moments, noise)) for m in (self, other)]
         apart = np.abs(np.asarray(self.moments.mean - other.moments.mean))[0]
         return bool((apart > APART * np.maximum(*widths)).any())
+
+
+# Outside of a program the recurrences of chains would be compiled at every call.
+@jit_for_few_runs
+def _deviations(moments: Any, noise: np.ndarray) -> jax.Array:
+    """Return the standard deviations of latents, from standard normal draws."""
+    return moments.unwhiten(noise).std(0)
 
 
 def _along_lines(
