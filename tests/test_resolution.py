@@ -225,8 +225,9 @@ def test_what_rounded_potentials_lose_is_what_their_means_do():
     )
     off = np.asarray(natural.potential, float) @ np.linalg.inv(sums) - means
     nats = 0.5 * np.einsum("ni,ij,nj->n", off, sums, off)
-    # The error of a number is .3 to .6 of the largest error in its binade.
-    assert 1 < displaced(natural).sum() / nats.sum() < 4
+    # The error of a number is .3 to .6 of the largest error in its binade. Sums over
+    # rows, of which potentials and precisions consist, lose about twelve times as much.
+    assert 12 < displaced(natural).sum() / nats.sum() < 48
 
 
 def test_a_step_that_has_to_be_very_short_does_not_end_the_moves(far):

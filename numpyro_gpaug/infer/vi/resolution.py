@@ -46,7 +46,8 @@ def inflation(natural: Any) -> Array:
 def displaced(natural: Any) -> Array:
     """Return the nats that the means lose because potentials are rounded, (..., M).
 
-    An error in the last digit is uniform, with variance 1/12.
+    Potentials and precisions are sums over rows, whose errors add up to about a unit of
+    the last digit: twelve times the variance of one rounding error, which is uniform.
 
     :param natural: natural parameters of a block.
     """
@@ -55,7 +56,7 @@ def displaced(natural: Any) -> Array:
 
 def _inflated_and_displaced(natural: Any, moments: Any) -> tuple[Array, Array]:
     variances, eps = moments.variances, _eps(natural)
-    moved = jnp.square(eps * natural.potential) * variances / 24
+    moved = jnp.square(eps * natural.potential) * variances / 2
     own = getattr(natural, "inflation", None)
     return own(variances) if own else natural.diagonal * variances, moved
 
