@@ -377,6 +377,10 @@ def test_graphs_that_are_none(adjacency, message):
             ICAR(given)
 
 
+ROAD = np.diag(np.full(3, 1.0), 1) + np.diag(np.full(3, 1.0), -1)
+LEVELLED = np.diag(ROAD.sum(0)) - ROAD
+
+
 def test_precisions_that_are_none():
     with pytest.raises(ValueError, match=r"\[0, 1\] and \[1, 0\] differ"):
         GMRF(0.0, sparse.csr_array(np.array([[2.0, 1.0], [0.0, 2.0]])))
@@ -388,6 +392,11 @@ def test_precisions_that_are_none():
         GMRF(0.0, sparse.diags_array([1.0, np.nan]))
     with pytest.raises(ValueError, match=r"loc has shape \(3,\)"):
         GMRF(jnp.zeros(3), sparse.eye_array(2))
+    # Rounding would decide whether a factorisation fails.
+    parts = map(sparse.csr_array, (LEVELLED, np.eye(2)))
+    levelled = sparse.block_diag([*parts]) / 3
+    with pytest.raises(ValueError, match="connected with row 0 add up to zero"):
+        GMRF(0.0, [(0.7, levelled), (1.0, levelled.astype("float32"))])
     with pytest.raises(TypeError, match=r"dense matrix use dist.MultivariateNormal"):
         GMRF(0.0, np.eye(2))
     with pytest.raises(TypeError, match="indices are traced"):
@@ -396,14 +405,11 @@ def test_precisions_that_are_none():
         jax.jit(lambda x: ICAR(x).mean)(jnp.zeros((2, 2)))
 
 
-ROAD = np.diag(np.full(3, 1.0), 1) + np.diag(np.full(3, 1.0), -1)
-LEVELLED = np.diag(ROAD.sum(0)) - ROAD
-
-
 def test_fits_name_a_node_without_precision():
     def model(y=None):
         sd = numpyro.sample("sd", dist.HalfNormal(1))
-        x = numpyro.sample("x", GMRF(0.0, [(1 / sd**2, sparse.csr_array(LEVELLED))]))
+        matrix = sparse.csr_array(LEVELLED - 0.01 * np.eye(4))
+        x = numpyro.sample("x", GMRF(0.0, [(1 / sd**2, matrix)]))
         with numpyro.plate("data", 4):
             numpyro.sample("y", dist.Poisson(jnp.exp(x)), obs=y)
 

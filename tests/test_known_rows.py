@@ -143,6 +143,29 @@ def test_inducing_values_are_not_read_under_another_prior(kind):
             posterior.predict_y(NEW, **other)
 
 
+def test_the_prior_of_a_batch_with_weights_is_read():
+    """Predictions draw all rows of a plate; the arguments of the fit are a batch."""
+
+    def model(x, y=None, weights=None, *, rows=None):
+        f = gpaug.GaussianProcess("f", gpaug.kernels.Matern52(), jnp.arange(2.0))(x)
+        weights = jnp.ones(len(x)) if weights is None else weights
+        with (
+            numpyro.plate("data", rows or len(x), subsample_size=len(x)),
+            handlers.mask(mask=weights > 0),
+        ):
+            numpyro.sample("y", dist.Normal(f, 0.5), obs=y)
+
+    guide = gpaug.AutoSparseGP(model)
+    guide.setup(X, Y, np.ones(N), rows=90)
+    params = {
+        "f.v_auto_potential": jnp.zeros(2), "f.v_auto_precision": 2 * jnp.eye(2),
+    }  # fmt: skip
+    posterior = gpaug.Posterior.from_guide(
+        model, guide, params, X, Y, np.ones(N), rows=90
+    )
+    assert posterior.predict_y(NEW, rows=None).mean.shape == NEW.shape
+
+
 def test_numbers_of_the_fit_are_not_read_under_another_prior():
     def model(x, y=None, *, scale=1.0, num=3):
         slope = numpyro.sample("slope", dist.Normal(0, scale))

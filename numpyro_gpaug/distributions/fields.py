@@ -20,12 +20,14 @@ from jax.experimental.sparse import BCOO
 from jax.typing import ArrayLike
 from numpyro.distributions import constraints
 from numpyro.distributions.util import validate_sample
+from scipy import sparse
 
 from numpyro_gpaug.distributions.graph import Graph, graph_of
 from numpyro_gpaug.distributions.sparse_prior import SparsePrior
 from numpyro_gpaug.distributions.zero_sum import ZeroSumByComponent, centred, sums
 from numpyro_gpaug.math import sparse_cholesky
 from numpyro_gpaug.math.linalg import precise
+from numpyro_gpaug.math.sparse_pattern import Pattern
 from numpyro_gpaug.math.sparse_terms import by_columns, sum_of_terms
 
 _LOG_2PI = float(np.log(2 * np.pi))
@@ -271,8 +273,8 @@ class GMRF(dist.Distribution):
         was made outside); or pairs ``[(a, A), (b, B)]`` of a number that may be traced,
         and such a matrix: their sum ``a A + b B``.
     :raises TypeError: for traced indices, and for a dense precision.
-    :raises ValueError: for a precision that is not square or not symmetric, or a
-        ``loc`` of another length.
+    :raises ValueError: for a precision that is not square or not symmetric, whose rows
+        add up to zero over a connected component, or a ``loc`` of another length.
 
     The density is NaN where the precision is not positive definite. For a field with a
     singular precision see :class:`ICAR`.
@@ -302,6 +304,7 @@ class GMRF(dist.Distribution):
         if isinstance(precision, BCOO):
             terms = [(1.0, precision)]
         self.pattern, self.values = sum_of_terms(terms, "precision")
+        _refuse_free_levels(self.pattern, [matrix for _, matrix in terms])
         size = self.pattern.size
         if np.ndim(loc) and np.shape(loc)[-1] not in (1, size):
             raise ValueError(
@@ -348,6 +351,34 @@ class GMRF(dist.Distribution):
             (jnp.ones((), self.loc.dtype),),
             lambda: sparse_cholesky.log_det(self.pattern, self.values),
         )  # fmt: skip
+
+
+def _refuse_free_levels(pattern: Pattern, matrices: list[Any]) -> None:
+    """Raise for a connected component whose rows add up to zero in all matrices.
+
+    Otherwise rounding would decide whether a factorisation of the precision fails.
+
+    :param pattern: the places of the entries of all matrices.
+    :param matrices: the matrices; BCOO, whose entries may be traced, are not checked.
+    """
+    if not all(map(sparse.issparse, matrices)):
+        return
+    free = np.ones(pattern.size, bool)
+    for matrix in map(sparse.coo_array, matrices):
+        eps = np.finfo(np.result_type(matrix.dtype, np.float32)).eps
+        free &= abs(matrix.sum(1)) <= 8 * eps * abs(matrix).sum(1)
+    if not free.any():
+        return
+    places = np.ones(len(pattern.rows)), (pattern.rows, pattern.columns)
+    graph = sparse.coo_array(places, shape=(pattern.size,) * 2)
+    labels = sparse.csgraph.connected_components(graph, directed=False)[1]
+    singular = np.bincount(labels, ~free)[labels] == 0
+    if singular.any():
+        raise ValueError(
+            f"all rows of precision that are connected with row {singular.argmax()} "
+            "add up to zero, so that their level is free. Use gpaug.ICAR, or add a "
+            "multiple of the identity, [(a, A), (b, scipy.sparse.eye_array(n))]"
+        )
 
 
 def _intrinsic(

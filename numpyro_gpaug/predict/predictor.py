@@ -400,7 +400,11 @@ class Predictor:
         return float(whole) < ROUNDING
 
     def _marks(self, arguments: Arguments, fitted: Fitted) -> dict[str, Array]:
-        return self._answers.marks(self._view(arguments, fitted.first))
+        # Plates may draw some of the rows of the fit.
+        view = self._view_of(
+            self.model, "structure of the fit", arguments, fitted.first
+        )
+        return self._answers.marks(view)
 
     def _known_at(self, arguments: Arguments, fitted: Fitted) -> Any:
         """Return moments of the sites that summaries show, a checksum of the factors of
@@ -580,13 +584,18 @@ class Predictor:
         self, arguments: Arguments, fitted: Fitted, *, grouped: bool = False
     ) -> Any:
         model = self._without_data()
+        view = self._view_of(model, "structure", arguments, fitted)
+        return view.of_groups() if grouped else view
+
+    def _view_of(
+        self, model: Model, what: str, arguments: Arguments, fitted: Fitted
+    ) -> Any:
         here = self._cached(
-            "structure", arguments.shapes,
+            what, arguments.shapes,
             lambda: self._answers.structure_at(model, arguments),
         )  # fmt: skip
         key = random.key(0)
-        view = self._answers.view(here, model, arguments, fitted.values, key)
-        return view.of_groups() if grouped else view
+        return self._answers.view(here, model, arguments, fitted.values, key)
 
 
 _ELSEWHERE = (
