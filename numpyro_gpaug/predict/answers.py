@@ -89,7 +89,7 @@ class Answers:
         :param view: the model at new inputs.
         :param site: the site to predict.
         """
-        return None, self.marks(view), jnp.inf
+        return None, self.marks(view), jnp.ones(())
 
     def marks(self, view: Any) -> dict[str, Array]:
         """Return checksums of the priors on which predictions depend."""

@@ -235,7 +235,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         if labels:
             axes = predictor.axes(arguments, fitted, labels)
             given = given._replace(labels=labels, axes=axes)
-        known = predictor.sites(arguments, fitted)
+        known = predictor.sites(arguments, fitted, structure)
         _warn_of_quadrature(known.rule_errors)
         return cls(predictor, fitted, given, known)
 

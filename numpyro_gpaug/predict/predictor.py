@@ -399,13 +399,6 @@ class Predictor:
                 raise NotConjugateError((_OTHER_PRIOR if own else _ELSEWHERE)(name))
         return float(whole) < ROUNDING
 
-    def _marks(self, arguments: Arguments, fitted: Fitted) -> dict[str, Array]:
-        # Plates may draw some of the rows of the fit.
-        view = self._view_of(
-            self.model, "structure of the fit", arguments, fitted.first
-        )
-        return self._answers.marks(view)
-
     def _known_at(self, arguments: Arguments, fitted: Fitted) -> Any:
         """Return moments of the sites that summaries show, a checksum of the factors of
         all, and quadrature errors; see :meth:`sites`."""
@@ -424,16 +417,25 @@ class Predictor:
         return at, view.marks(), view.rule_errors(q)
 
     @one_thread
-    def sites(self, arguments: Arguments, fitted: Fitted) -> KnownSites:
+    def sites(
+        self, arguments: Arguments, fitted: Fitted, structure: Structure
+    ) -> KnownSites:
         """Return posteriors of all Gaussian sites at the arguments of the fit, a
         checksum of their factors, and quadrature errors by observed site. For a mixture
         the last two belong to its first member.
 
         :param arguments: the model's arguments.
         :param fitted: the fitted quantities.
+        :param structure: the structure of the model at these arguments.
         """
         if not self.structure.joint:
-            return NO_SITES._replace(marks=self._run(self._marks, arguments, fitted))
+
+            def marks(arguments: Arguments, fitted: Fitted) -> dict[str, Array]:
+                # In the model itself, where plates may draw some of the rows.
+                given = structure, self.model, arguments, fitted.first.values
+                return self._answers.marks(self._answers.view(*given, random.key(0)))
+
+            return NO_SITES._replace(marks=self._run(marks, arguments, fitted))
         at, marks, errors = self._run(self._known_at, arguments, fitted)
         shown = {k: SiteMoments(*at[k]) for k in self.shown()}
         lost = {name: float(x) for name, x in errors.items()}
@@ -584,18 +586,13 @@ class Predictor:
         self, arguments: Arguments, fitted: Fitted, *, grouped: bool = False
     ) -> Any:
         model = self._without_data()
-        view = self._view_of(model, "structure", arguments, fitted)
-        return view.of_groups() if grouped else view
-
-    def _view_of(
-        self, model: Model, what: str, arguments: Arguments, fitted: Fitted
-    ) -> Any:
         here = self._cached(
-            what, arguments.shapes,
+            "structure", arguments.shapes,
             lambda: self._answers.structure_at(model, arguments),
         )  # fmt: skip
         key = random.key(0)
-        return self._answers.view(here, model, arguments, fitted.values, key)
+        view = self._answers.view(here, model, arguments, fitted.values, key)
+        return view.of_groups() if grouped else view
 
 
 _ELSEWHERE = (
