@@ -430,12 +430,12 @@ class Predictor:
         """
         if not self.structure.joint:
 
-            def marks(arguments: Arguments, fitted: Fitted) -> dict[str, Array]:
+            def priors(arguments: Arguments, fitted: Fitted) -> dict[str, Array]:
                 # In the model itself, where plates may draw some of the rows.
                 given = structure, self.model, arguments, fitted.first.values
                 return self._answers.marks(self._answers.view(*given, random.key(0)))
 
-            return NO_SITES._replace(marks=self._run(marks, arguments, fitted))
+            return NO_SITES._replace(marks=self._run(priors, arguments, fitted))
         at, marks, errors = self._run(self._known_at, arguments, fitted)
         shown = {k: SiteMoments(*at[k]) for k in self.shown()}
         lost = {name: float(x) for name, x in errors.items()}
