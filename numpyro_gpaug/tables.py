@@ -40,9 +40,9 @@ FIXED = 0.01
 # The mean share of the prior variance that inducing inputs may leave unexplained, and
 # the factor by which there are more of them otherwise.
 UNEXPLAINED, MORE = 0.05, 3
-# Rows times classes times the square of the number of inducing inputs may be this much
-# by default. With too few of them the bound is largest at functions that are too
-# smooth, of which they then seem to explain enough.
+# By default, rows times classes times the square of the number of inducing inputs may
+# be this large. With few inducing inputs the bound prefers functions that are too
+# smooth. These leave little unexplained, so that UNEXPLAINED does not show the lack.
 WORK = 2e8
 # The prior variance of the mean of a process.
 MEAN = 4.0

@@ -334,11 +334,10 @@ def rebased(prior: GaussianPrior, natural: Any) -> Any:
 
 
 def moved(prior: GaussianPrior, natural: Any, z: Array) -> Any:
-    """Return the natural parameters of prior and data with means that differ by ``z``.
-    A prior with transitions, of which ``natural.moved`` knows nothing, has a method of
-    this name.
+    """Return the natural parameters of prior and data after their means move by ``z``.
 
-    :param prior: the prior.
+    :param prior: the prior. The prior of a chain has a method of this name, because its
+        transitions are not among the natural parameters.
     :param natural: the natural parameters.
     :param z: the change of the means.
     """

@@ -258,10 +258,7 @@ class JointAnswers(Answers):
 
     def checks(self, view: Any, site: str) -> tuple[Codes | None, Any, Any]:
         needed, whole = view.misfits_of(site)
-        return Codes.of(view, needed), self.marks(view), whole
-
-    def marks(self, view: Any) -> dict[str, Array]:
-        return view.marks()
+        return Codes.of(view, needed), view.marks(), whole
 
     def named(self, site: str | None) -> str:
         """Return the name of the site to predict: a process, a deterministic or a

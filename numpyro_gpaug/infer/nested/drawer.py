@@ -259,7 +259,7 @@ class Drawer:
     def evaluate(self, point: np.ndarray) -> tuple[float, np.ndarray]:
         """Return the collapsed log-density and its gradient."""
         rows, _, _ = self.known.at(point[None])
-        found = self._evaluated(self.known, point[None], rows, 1, gradient=True)
+        found = self._evaluated(self.known, point[None], rows, gradient=True)
         bound, log_prior, ascent = map(np.asarray, found[:3])
         value = float(bound[0]) + float(log_prior[0])
         if value > self.best:
@@ -445,47 +445,32 @@ class Drawer:
         doubts, rows = gaussians.doubts, gaussians.rows
         for i in range(0, len(places), batch):
             here = places[i : i + batch]
-            filled = here[np.minimum(np.arange(batch), len(here) - 1)]
             # A point that was just found may be a nearer start.
-            near = ~np.isfinite(doubts[filled])
-            begin = rows[filled]
+            near = ~np.isfinite(doubts[here])
+            begin = rows[here]
             if near.any():
-                begin[near] = known.at(points[filled][near])[0]
-            num = len(here)
-            found = self._evaluated(known, points[filled], begin, num, gradient=False)
-            gaussians.bound[here] = np.asarray(found.bound, float)[:num]
-            rows[here] = known.flat(found.factors)[:num]
+                begin[near] = known.at(points[here][near])[0]
+            found = self._evaluated(known, points[here], begin, gradient=False)
+            gaussians.bound[here] = np.asarray(found.bound, float)
+            rows[here] = known.flat(found.factors)
             self._doubts += list(doubts[here])
-            self._losses += list(np.asarray(found.loss, float)[:num])
+            self._losses += list(np.asarray(found.loss, float))
 
     def _evaluated(
-        self,
-        known: Known,
-        points: np.ndarray,
-        rows: np.ndarray,
-        num: int,
-        *,
-        gradient: bool,
+        self, known: Known, points: np.ndarray, rows: np.ndarray, *, gradient: bool
     ) -> Evaluated:
         """Return the Gaussian at points. If one is not finite, or has a negligible
         density, its search may have started from unsuitable factors, and is repeated
-        from the prior.
-
-        :param known: factors found so far, to which those found are added.
-        :param points: points, of which those after the first ``num`` repeat the last.
-        :param rows: flat factors at which the searches start.
-        :param num: the number of points before this padding.
-        :param gradient: see :meth:`Programs.evaluate`.
-        """
+        from the prior."""
         programs, data = self.programs, self.data
-        self.evaluations += num
+        self.evaluations += len(points)
         start = known.start(rows)
         found = programs.evaluate(points, start, data, gradient=gradient)
         good = self._good(found)
         if not good.all() and start.known.any():
             none = jax.tree.map(lambda x: np.repeat(x, len(points), 0), self._none)
             anew = programs.evaluate(points, none, data, gradient=gradient)
-            self.evaluations += num
+            self.evaluations += len(points)
             old, new = (np.asarray(x.bound) for x in (found, anew))
             better = ~good & np.isfinite(new) & ~(new <= old)
 
@@ -495,7 +480,6 @@ class Drawer:
 
             found = jax.tree.map(chosen, anew, found)
             good = self._good(found)
-        good[num:] = False
         if good.any():
             kept = jax.tree.map(lambda x: np.asarray(x)[good], found.factors)
             known.add(points[good], kept, np.asarray(found.bound, float)[good])

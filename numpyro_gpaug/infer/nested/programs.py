@@ -163,7 +163,7 @@ class Programs:
     ) -> Evaluated:
         """Return the Gaussian at unconstrained hyperparameters.
 
-        :param points: points, (n, d), with n equal to one or :attr:`batch`.
+        :param points: points, (n, d), at most :attr:`batch`.
         :param start: the start at each point.
         :param data: the model's arguments.
         :param gradient: whether to compute the gradient, with a Gaussian that is
@@ -171,8 +171,14 @@ class Programs:
             from.
         """
         tolerance = TOLERANCE if gradient else ENOUGH
-        points = np.asarray(points, self.hyper.dtype)
-        return self._settle(points, start, data, tolerance, gradient)
+        points, num = np.asarray(points, self.hyper.dtype), len(points)
+        if not 1 < num < self.batch:
+            return self._settle(points, start, data, tolerance, gradient)
+        # The last point fills the batch.
+        places = np.minimum(np.arange(self.batch), num - 1)
+        points, start = jax.tree.map(lambda x: x[places], (points, start))
+        found = self._settle(points, start, data, tolerance, gradient)
+        return jax.tree.map(lambda x: x[:num], found)
 
     def _evaluate(
         self, points: Array, start: Start, data: Arguments, tolerance: Any, asked: Any
