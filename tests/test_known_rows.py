@@ -128,19 +128,35 @@ def test_of_a_product_the_factor_is_held_and_has_the_right_sign():
 
 @pytest.mark.parametrize("kind", [gpaug.AutoLatentGaussian, gpaug.AutoSparseGP])
 def test_inducing_values_are_not_read_under_another_prior(kind):
-    def model(x, y=None, scale=1.0, start=0.0):
-        Z = start + jnp.arange(2.0)
-        f = gpaug.GaussianProcess("f", gpaug.kernels.Matern52(scale), inducing=Z)(x)
+    def model(x, y=None, scale=1.0, start=0.0, level=0.0, slope=0.0):
+        def mean(x):
+            return level + slope * x
+
+        Z, kernel = start + jnp.arange(2.0), gpaug.kernels.Matern52(scale)
+        f = gpaug.GaussianProcess("f", kernel, Z, mean if slope else level)(x)
         with numpyro.plate("data", len(x)):
             numpyro.sample("y", dist.Normal(f, 0.5), obs=y)
+
+    @jax.jit
+    def traced(scale):
+        return posterior.predict_y(NEW, scale=scale).mean
 
     posterior = unfitted(gpaug.ConjugateSVI(model, kind(model)), X, Y)
     kept = posterior.predict_y(NEW).mean
     np.testing.assert_array_equal(kept, posterior.predict_y(NEW, scale=1.0).mean)
     # The covariances of inducing values do not depend on the start.
-    for other in ({"scale": 2.0}, {"start": 1.0}):
+    others = {"scale": 2.0}, {"start": 1.0}, {"level": 1.0}, {"slope": 1.0}
+    for other in others:
         with pytest.raises(gpaug.NotConjugateError, match="the prior of 'f' differs"):
             posterior.predict_y(NEW, **other)
+    np.testing.assert_allclose(traced(1.0), kept, rtol=1e-4, atol=1e-5)
+    assert kind is gpaug.AutoSparseGP or np.isnan(traced(2.0)).all()
+    if kind is gpaug.AutoSparseGP:
+        stream = gpaug.Stream(posterior)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="'f' differs from the batches before"):
+                stream.update(X, Y, level=1.0)
+            stream.update(X, Y)
 
 
 def test_the_prior_of_a_batch_with_weights_is_read():

@@ -439,3 +439,25 @@ def test_distributions_of_ones_own_are_told_what_they_lack():
     posterior = unfitted(svi, x, y)
     with pytest.raises(NotImplementedError, match="define mean, or sample"):
         _ = posterior.predict_y(x).mean
+
+
+def test_traced_data_and_missing_derivatives_are_named():
+    def series(t, y=None):
+        f = gpaug.GaussianProcess("f", gpaug.kernels.Matern12(1.0), markov=True)(t)
+        with numpyro.plate("data", len(t)):
+            numpyro.sample("y", dist.Normal(f, 0.1), obs=y)
+
+    times = jnp.arange(6000.0)
+    with pytest.raises(gpaug.NotConjugateError, match="values .* which are traced"):
+        jax.eval_shape(gpaug.collapse(series), times, times)
+
+    def truncated(t, y=None):
+        b = numpyro.sample("b", dist.Normal(0, 1))
+        df = numpyro.param("df", 3.0, constraint=dist.constraints.positive)
+        with numpyro.plate("data", len(t)):
+            student = dist.StudentT(df, b * t)
+            numpyro.sample("y", dist.LeftTruncatedDistribution(student, 0.0), obs=y)
+
+    svi = gpaug.ConjugateSVI(truncated, gpaug.AutoLatentGaussian(truncated))
+    with pytest.raises(gpaug.NotConjugateError, match="cannot differentiate .* 'y'"):
+        svi.run(KEY, 2, T, np.abs(REAL), progress_bar=False)

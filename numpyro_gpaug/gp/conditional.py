@@ -14,6 +14,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from jax import Array
+from numpyro import handlers
 
 from numpyro_gpaug._numpyro import current_residual_policy
 from numpyro_gpaug.gaussians.dense import AffineBlocks, AffineMap, affine_blocks
@@ -134,6 +135,11 @@ class Outputs:
         return jnp.einsum("pn,nlp->nl", latents, chosen)
 
 
+def _ends(Z: Array, rows: int) -> Array:
+    """Return the first and the last inducing input, alternating in a number of rows."""
+    return jnp.take(Z, -(jnp.arange(rows) % 2), max(Z.ndim - 2, 0))
+
+
 class FunctionDraw(NamedTuple):
     """The value that a guide gives an inducing vector when it draws the function
     itself.
@@ -194,8 +200,25 @@ class Conditional:
         """The inducing inputs, and the covariances of the first and the last with all:
         numbers that change with the prior of the inducing values."""
         Z = self.inducing
-        ends = jnp.take(Z, jnp.array([0, -1]), max(Z.ndim - 2, 0))
-        return Z, self.gp.kernel(ends, Z)
+        return Z, self.gp.kernel(_ends(Z, 2), Z)
+
+    @property
+    def prior(self) -> tuple[Array, ...]:
+        """:attr:`marks`, and the mean at the first and the last inducing input."""
+        return *self.marks, jnp.asarray(self._mean_at_ends(), self.dtype)
+
+    def _mean_at_ends(self) -> Array:
+        mean = self.gp.mean
+        if not callable(mean):
+            return jnp.stack([mean, mean])
+        # A function of rows of its own, which ignores its inputs, has another number.
+        rows = len(self.X) + 1
+        with handlers.block(), handlers.seed(rng_seed=0):
+            try:
+                found = mean(_ends(self.inducing, rows))
+                return jnp.broadcast_to(found, (rows, *jnp.shape(found)[1:]))[:2]
+            except Exception:
+                return jnp.zeros(2)
 
     @property
     def unreached(self) -> Array:

@@ -285,6 +285,13 @@ class ProcessGuide(Displayed):
         """
         self.prepare(arguments)
 
+    def valid(self, arguments: Arguments) -> Any:
+        """Whether :meth:`check_data` accepts these arguments; may be traced.
+
+        :param arguments: the model's arguments.
+        """
+        return True
+
     def seen(self, view: Any) -> Codes | None:
         """Return the values that :meth:`check_data` needs, for the program that begins
         a fit; pure. ``None`` if it needs none.

@@ -158,24 +158,25 @@ class AutoLatentGaussian(ConjugateGuide):
         """Set the guide up for a fit to these arguments, or raise if a set-up with them
         would fail.
 
-        :param arguments: the model's arguments; values of traced arguments are not
-            checked.
+        :param arguments: the model's arguments; :meth:`valid` checks the values of
+            traced arguments.
         :raises ValueError: for missing observations, and for codes outside of a plate.
         :raises NotConjugateError: if observations depend on several groups.
         """
         if not self.prepare(arguments) or is_traced(arguments):
             return
-        structure: Any = self.structure_at(arguments)
-
-        def seen(here: Arguments) -> Codes:
-            # Without padding, because a batch that is passed in is shorter than its
-            # plate.
-            return self.seen(JointView(structure, self.model, here, {}, fixed_key()))
-
         program = from_cache(
-            self._checks, arguments.shapes, lambda: jit_for_few_runs(seen)
+            self._checks, arguments.shapes, lambda: jit_for_few_runs(self._codes)
         )
         program(arguments).check()
+
+    def valid(self, arguments: Arguments) -> Array:
+        return self._codes(arguments).valid
+
+    def _codes(self, arguments: Arguments) -> Codes:
+        structure: Any = self.structure_at(arguments)
+        # Without padding, because a batch that is passed in is shorter than its plate.
+        return self.seen(JointView(structure, self.model, arguments, {}, fixed_key()))
 
     def seen(self, view: Any) -> Codes:
         return Codes.of_fit(view)

@@ -85,6 +85,18 @@ def is_traced(tree: Any) -> bool:
     return any(isinstance(x, Tracer) for x in jax.tree.leaves(tree))
 
 
+def nan_unless(valid: Any, tree: Any) -> Any:
+    """Return a tree whose floating numbers are NaN unless ``valid`` is true."""
+    if valid is True:
+        return tree
+
+    def kept(x: Any) -> Any:
+        floating = jnp.issubdtype(jnp.result_type(x), jnp.floating)
+        return jnp.where(valid, x, jnp.nan) if floating else x
+
+    return jax.tree.map(kept, tree)
+
+
 def has_doubles() -> bool:
     """Whether JAX uses 64-bit numbers here."""
     config: Any = jax.config  # includes settings of context managers

@@ -417,4 +417,14 @@ class ExpectedLogLikelihood:
         means, variances = (tuple(x.ravel() for x in y) for y in (means, variances))
         flat = PredictorMoments(means, variances, pairs, index)
         split = dict(self.frontiers)[site.name]
-        return split.expectation(site.route, self.fixed[site.name], flat)
+        try:
+            return split.expectation(site.route, self.fixed[site.name], flat)
+        except (ValueError, NotImplementedError) as error:
+            lacking = "gradient with respect to", "ifferentiation rule"
+            if not any(text in str(error) for text in lacking):
+                raise
+            raise NotConjugateError(
+                f"JAX cannot differentiate the density of {site.name!r}: {error} "
+                "Write another density, or fit with ConjugateSVI and the parameter as "
+                "a plain number"
+            ) from error

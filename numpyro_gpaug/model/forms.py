@@ -522,17 +522,27 @@ def refuse_large(
     structure: Structure,
     chains: Callable[[], tuple[Grouping, ...]] = tuple,
     largest: int = MAX_DENSE,
+    *,
+    traced: bool = False,
 ) -> None:
     """Raise for a joint Gaussian that needs too large a matrix.
 
     :param structure: the structure of a model.
     :param chains: returns chains that could have been represented as such.
     :param largest: the number of rows of a matrix that is not too large.
+    :param traced: whether the model was read at traced arguments.
     :raises NotConjugateError: naming the largest site.
     """
     size = structure.form.largest_matrix
     if size <= largest:
         return
+    if traced:
+        raise NotConjugateError(
+            f"the joint Gaussian of {size} latents is too large for a dense matrix, "
+            "and its groups and chains are not known: they are found from the values "
+            "of the arguments, which are traced. Call it once outside of jax.jit and "
+            "jax.vmap, with arrays of these shapes"
+        )
     grouped = {name for g in structure.groupings[:1] for name, _ in g.sites}
     left = [s for s in structure.sites if s.name not in grouped]
     widest = max(left, key=lambda s: prod(s.shape))

@@ -24,7 +24,7 @@ from numpyro_gpaug.gp.conditional import Conditional, Outputs
 from numpyro_gpaug.gp.markov import MarkovConditional
 from numpyro_gpaug.likelihoods.expectations import Route
 from numpyro_gpaug.math.arrays import STATIC
-from numpyro_gpaug.model.affine import BySites, Predictors, check_groups
+from numpyro_gpaug.model.affine import ROUNDING, BySites, Predictors, check_groups
 from numpyro_gpaug.model.expectation import (
     Concatenated,
     ExpectedLogLikelihood,
@@ -629,6 +629,14 @@ class Codes:
         parts = [jnp.ravel(x).astype(int) for _, three in found for x in three]
         extremes = jnp.concatenate([jnp.zeros(0, int), *parts])
         return cls(extremes, misfit, gathers)
+
+    @property
+    def valid(self) -> Array:
+        """Whether :meth:`check` does not raise; may be traced."""
+        # The last number of a gather is zero, or negative.
+        sizes = [s for g in self.gathers for s in (*g.sizes, *g.sizes, 1)]
+        inside = (self.extremes >= 0) & (self.extremes < np.array(sizes, int))
+        return inside.all() & (self.misfit < ROUNDING)
 
     def check(self, what: str = "data", cure: str = "") -> None:
         """Raise for codes without a member, and for data that depend on several groups.

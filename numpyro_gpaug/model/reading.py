@@ -26,6 +26,7 @@ from numpyro_gpaug.likelihoods.expectations import (
     lookup_correlated,
     lookup_expectation,
 )
+from numpyro_gpaug.math.arrays import is_traced
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.correlated_data import correlated_axes
 from numpyro_gpaug.model.costs import FEWEST_NODES, FIT, MAX_DENSE, Purpose
@@ -383,7 +384,7 @@ def in_form(
         def chains() -> tuple[Grouping, ...]:
             return tuple(x.steps for x in view.loops)
 
-        refuse_large(form, chains, purpose.largest)
+        refuse_large(form, chains, purpose.largest, traced=is_traced(arguments))
     return form
 
 

@@ -208,7 +208,7 @@ class ModelView(View):
         """Return checksums, by process, of the prior of its inducing values. They show
         whether numbers of the fit have the same meaning."""
         processes = self.structure.processes
-        return {b.name: checksums(self.conditional(b).marks) for b in processes}
+        return {b.name: checksums(self.conditional(b).prior) for b in processes}
 
     def block_scale(self, block: Block) -> Any:
         """Return the scale NumPyro put on a block's sample site, times C / K if the

@@ -244,7 +244,7 @@ def parts_of(
                 parts.unreached[name] = f.unreached
                 if isinstance(f, MarkovConditional) and f.chain.width:
                     parts.chains[f"{name}.v"] = f.chain.links, f.states
-                parts.kernels[name] = f.marks
+                parts.kernels[name] = f.prior
         if site["type"] != "sample":
             continue
         fn, value, scale = site["fn"], site["value"], site["scale"]

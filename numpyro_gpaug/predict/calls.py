@@ -13,7 +13,7 @@ from jax import Array
 from numpyro.distributions import Distribution
 
 from numpyro_gpaug.errors import CholeskyError
-from numpyro_gpaug.math.arrays import is_traced
+from numpyro_gpaug.math.arrays import is_traced, nan_unless
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.calls import check_count
 from numpyro_gpaug.model.costs import MAX_DENSE
@@ -130,7 +130,9 @@ class Calls:
         # threads are the first, they compute the same values, and one is kept.
         if not is_traced(arguments):
             self._prepared = prepared
-        return answer
+            return answer
+        given = arguments, self._fitted, self.marks, site
+        return nan_unless(self._predictor.valid(*given), answer)
 
     def left_out(
         self, arguments: Arguments, site: str, together: LeftOut

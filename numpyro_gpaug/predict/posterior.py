@@ -281,6 +281,21 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         return Posterior(self._predictor, fitted, known)
 
     @property
+    def marks(self) -> dict[str, Array]:
+        """Checksums of the priors of the fit, by site."""
+        return self._calls.marks
+
+    @_as_fitted
+    def marked(self, arguments: Arguments, structure: Structure) -> Posterior:
+        """Return the same posterior with the :attr:`marks` of a model at arguments.
+
+        :param arguments: the model's arguments.
+        :param structure: the structure of the model there.
+        """
+        known = self._predictor.sites(arguments, self._fitted, structure)
+        return Posterior(self._predictor, self._fitted, self.arguments, known)
+
+    @property
     def arguments(self) -> FitArguments:
         """The description of the arguments of the fit."""
         return self._fit_arguments

@@ -374,7 +374,7 @@ class Predictor:
         """
 
         def checks(arguments: Arguments, fitted: Fitted) -> Any:
-            return self._answers.checks(self._view(arguments, fitted), site)
+            return self._checks(arguments, fitted, site)
 
         key, made = (arguments.shapes, site), partial(jit_for_few_runs, checks)
         codes, here, whole = self._cached("checks", key, made)(arguments, fitted.first)
@@ -385,19 +385,28 @@ class Predictor:
                 "last one a longer series. Make the size a keyword argument of the "
                 "model, and pass it here",
             )
-        for name in here.keys() & marks.keys():
-            mark, known = np.asarray(here[name]), np.asarray(marks[name])
-            same = np.isclose(mark, known, rtol=1e-3, atol=1e-5).all(-1)
-            own = mark.ndim > 1  # the prior of a site by itself
-            if own:
-                # The last number is the size, which a plate may change.
-                same |= mark[:, -1] != known[:, -1]
-            if not same.all():
-                if arguments.static[-1] is not None:
-                    # The error may depend on the rows.
-                    return self.check(arguments.counted(), fitted, marks, site)
-                raise NotConjugateError((_OTHER_PRIOR if own else _ELSEWHERE)(name))
+        if (name := differing(here, marks)) is not None:
+            if arguments.static[-1] is not None:
+                # The error may depend on the rows.
+                return self.check(arguments.counted(), fitted, marks, site)
+            own = np.ndim(here[name]) > 1  # the prior of a site by itself
+            raise NotConjugateError((_OTHER_PRIOR if own else _ELSEWHERE)(name))
         return float(whole) < ROUNDING
+
+    def valid(
+        self, arguments: Arguments, fitted: Fitted, marks: dict[str, Array], site: str
+    ) -> Array:
+        """Whether :meth:`check` accepts traced arguments.
+
+        :param arguments: the model's arguments; the others are those of :meth:`check`.
+        """
+        given = jax.lax.stop_gradient((arguments, fitted.first))
+        codes, here, _ = self._checks(*given, site)
+        same = [_same(here[k], marks[k], jnp) for k in here.keys() & marks.keys()]
+        return jnp.stack([*same, True if codes is None else codes.valid]).all()
+
+    def _checks(self, arguments: Arguments, fitted: Fitted, site: str) -> Any:
+        return self._answers.checks(self._view(arguments, fitted), site)
 
     def _known_at(self, arguments: Arguments, fitted: Fitted) -> Any:
         """Return moments of the sites that summaries show, a checksum of the factors of
@@ -605,6 +614,35 @@ _OTHER_PRIOR = (
     "the fit. Pass the inducing inputs and hyperparameters of the fit, or leave out "
     "keyword arguments, which the posterior keeps"
 ).format
+
+
+def differing(here: dict[str, Array], marks: dict[str, Array]) -> str | None:
+    """Return the name of a site whose checksum differs, ``None`` if there is none.
+
+    :param here: checksums by site.
+    :param marks: those of the fit.
+    """
+    for name in here.keys() & marks.keys():
+        if not _same(np.asarray(here[name]), np.asarray(marks[name]), np):
+            return name
+    return None
+
+
+def _same(mark: Any, known: Any, xp: Any) -> Any:
+    """Whether a checksum is that of the fit.
+
+    :param mark: the checksum of a site, or one for each part of its prior.
+    :param known: the checksum of the fit.
+    :param xp: NumPy, or for traced checksums ``jax.numpy``.
+    """
+    if mark.ndim > 1:
+        # Files of earlier versions have no means.
+        mark = mark[: len(known)]
+    same = xp.isclose(mark, known, rtol=1e-3, atol=1e-5).all(-1)
+    if mark.ndim > 1:
+        # The last number is the size, which a plate may change.
+        same |= mark[:, -1] != known[:, -1]
+    return same.all()
 
 
 def _kind(

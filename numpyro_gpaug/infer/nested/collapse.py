@@ -22,7 +22,7 @@ from numpyro_gpaug.infer.nested.hyperparameters import (
 )
 from numpyro_gpaug.infer.nested.programs import Evaluated, Programs
 from numpyro_gpaug.infer.nested.setup import CollapsedBounds
-from numpyro_gpaug.math.arrays import in_dtype_of, is_traced
+from numpyro_gpaug.math.arrays import in_dtype_of, is_traced, nan_unless
 from numpyro_gpaug.math.threads import threads_for
 from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.calls import check_count, check_key
@@ -144,7 +144,10 @@ class CollapsedModel(RunsModel):
             args, kwargs = arguments.merge()  # NumPy arrays become JAX arrays
             trace = declared(self.model, bound.structure, args, kwargs)
             values = {name: site["value"] for name, site in trace.items()}
-            numpyro.factor(SITE, bound(values, sizes(trace), arguments))
+            found = bound(values, sizes(trace), arguments)
+            if is_traced(arguments):
+                found = nan_unless(bound.guide.valid(arguments), found)
+            numpyro.factor(SITE, found)
         if is_traced((values, arguments)):
             self._compiled = self._version
 

@@ -61,8 +61,8 @@ class CollapsedBounds:
         self, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> CollapsedBound:
         """Return the bound for arguments of these shapes. The model is read for them,
-        and again only if other data do not have the structure that was found; traced
-        data are not checked.
+        and again only if other data do not have the structure that was found. The
+        values of traced data are not checked.
 
         :param arguments: the model's arguments.
         :param args: the positional arguments as passed by the user.

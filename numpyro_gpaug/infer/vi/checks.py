@@ -261,7 +261,7 @@ def warn_of_units(
 
 class CheckedData:
     """Arguments of single steps. They are checked unless they equal the arguments of
-    the last step; values of traced arguments are not checked.
+    the last step.
 
     :param model: the model.
     :param guide: its guide.
@@ -275,8 +275,9 @@ class CheckedData:
 
     def __call__(
         self, state: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Arguments, np.uint32]:
-        """Return the arguments, and the fingerprint of their arrays.
+    ) -> tuple[Arguments, np.uint32, Any]:
+        """Return the arguments, the fingerprint of their arrays, and whether they are
+        valid, which only the values of traced arguments can leave open.
 
         :param state: the state of the fit.
         :param args: the model's arguments.
@@ -304,4 +305,5 @@ class CheckedData:
         # The other checks run after the last step.
         if not traced and self._guide.structure.basis_mark:
             check_basis(state, self._guide.structure)
-        return arguments, data
+        valid = True if not traced else self._guide.valid(arguments)
+        return arguments, data, valid

@@ -39,7 +39,7 @@ from numpyro_gpaug.infer.vi.resolution import (
 from numpyro_gpaug.infer.vi.result import ConjugateResult
 from numpyro_gpaug.infer.vi.schedules import Schedule
 from numpyro_gpaug.infer.vi.state import ConjugateState, unknown_bound
-from numpyro_gpaug.math.arrays import in_dtype_of
+from numpyro_gpaug.math.arrays import in_dtype_of, nan_unless
 from numpyro_gpaug.math.processes import all_or_none, spans_processes
 from numpyro_gpaug.math.sharding import check_shards, on_mesh, partitioned, rows_mesh
 from numpyro_gpaug.math.threads import threads_for
@@ -267,28 +267,32 @@ class ConjugateSVI(RunsModel, NotPickled, instead=_UNPICKLED):
     ) -> tuple[ConjugateState, Array]:
         """Take one step.
 
-        :return: the new state and the loss (minus the bound).
+        :return: the new state and the loss (minus the bound). If state or data are
+            traced, codes without a member, and data that depend on other groups than
+            the guide was set up for, make both NaN.
         :raises ValueError: as :meth:`init` does, unless state or data are traced.
         """
         args, kwargs, _ = Columns.read(self.model, args, kwargs)
-        arguments, data = self._checked(state, *partitioned((args, kwargs)))
+        arguments, data, valid = self._checked(state, *partitioned((args, kwargs)))
         self._programs.keep_up()
         plan = self._programs.plan_at(arguments, state)
         never = np.zeros((), state.bound.dtype)
         feed = InMemory(self._programs, plan, arguments, data)
         state, losses, *_ = feed.take(copied(state), 1, never)
-        return state, losses[0]
+        return nan_unless(valid, (state, losses[0]))
 
     @_of_the_model_now
     @one_thread
     def evaluate(self, state: ConjugateState, *args: Any, **kwargs: Any) -> Array:
-        """Return the loss (minus the bound) of a state on these data."""
+        """Return the loss (minus the bound) of a state on these data; NaN as for
+        :meth:`update`."""
         args, kwargs, _ = Columns.read(self.model, args, kwargs)
-        arguments, _ = self._checked(state, *partitioned((args, kwargs)))
+        arguments, _, valid = self._checked(state, *partitioned((args, kwargs)))
         self._programs.keep_up()
         plan = self._programs.plan_at(arguments, state)
         with on_mesh(arguments.mesh):
-            return self._programs.loss(state, arguments, plan=plan)
+            loss = self._programs.loss(state, arguments, plan=plan)
+            return nan_unless(valid, loss)
 
     @_of_the_model_now
     def run(

@@ -31,7 +31,7 @@ from numpyro_gpaug.model.structure import Block, flat_functions, from_cache, run
 from numpyro_gpaug.model.view import prior_of
 from numpyro_gpaug.predict.mixture import Fitted
 from numpyro_gpaug.predict.posterior import Posterior
-from numpyro_gpaug.predict.predictor import predictor_for
+from numpyro_gpaug.predict.predictor import differing, predictor_for
 
 if TYPE_CHECKING:
     import optax
@@ -176,9 +176,9 @@ class Stream(NotPickled, instead="save the posterior, stream.posterior.save(path
             inputs moved, it includes the divergence of the moved process from the one
             before.
         :raises ValueError: for data that a fit rejects, including a batch without
-            observations; for inducing inputs with other columns or another dtype,
-            inducing inputs that are a param of the model, and kernels that change with
-            them.
+            observations; for inducing inputs with other columns or another dtype, and
+            inducing inputs that are a param of the model or no keyword argument of the
+            fit; and for kernels and means that change.
         :raises NotImplementedError: for moving separate inducing inputs per latent.
         """
         # The next batch may be anywhere, and move inducing inputs.
@@ -200,6 +200,14 @@ class Stream(NotPickled, instead="save the posterior, stream.posterior.save(path
         for name in guide.structure.others:
             params[f"{name}_auto_loc"] = values[name]
         arguments = Arguments.split(args, kwargs)
+        structure = guide.structure_at(arguments)
+        here = posterior.marked(arguments, structure)
+        if (other := differing(here.marks, posterior.marks)) is not None:
+            raise ValueError(
+                f"the prior of {other!r} differs from the batches before. A stream "
+                "keeps kernels and means; inducing inputs may move if they are a "
+                "keyword argument that was passed to the fit"
+            )
         earlier, gained = guide.going_on(arguments, values, moments)
         result = self._svi.run(
             jax.random.key(0), STEPS, *args, tol=SETTLED, progress_bar=False,
@@ -209,7 +217,8 @@ class Stream(NotPickled, instead="save the posterior, stream.posterior.save(path
         self.losses.append(float(result.losses[-1]) + lost + float(gained))
         if self._optim is not None:
             values |= found | guide.other_median(found)
-        self.posterior = posterior.moved(self._moments(own), values)
+        after = posterior.moved(self._moments(own), values)
+        self.posterior = after.marked(arguments, structure)
         return self.posterior
 
     def _prior(
