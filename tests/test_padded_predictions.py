@@ -96,6 +96,25 @@ def test_many_numbers_of_rows_from_two_programs_of_each_kind() -> None:
 
 
 @pytest.mark.slow
+def test_blocks_are_larger_for_a_chain_of_many_states() -> None:
+    def model(t, y=None):
+        f = gpaug.GaussianProcess("f", gpaug.kernels.Matern12(), markov=True)(t)
+        with numpyro.plate("data", len(t)):
+            numpyro.sample("y", dist.Normal(f, 0.5), obs=y)
+
+    t = np.linspace(0, 9e3, 36_000, dtype="float32")
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
+    fit = svi.run(KEY, 2, t, np.sin(t), progress_bar=False)
+    posterior, before = svi.posterior(fit), compilations("_answer")
+    found = posterior.predict_f(t)
+    assert compilations("_answer") - before == 1
+    assert posterior._predictor.rows_of_block(1024, len(t)) == 4096
+    few = posterior.predict_f(t[::3000])
+    close(found.mean[::3000], few.mean)
+    close(found.variance[::3000], few.variance)
+
+
+@pytest.mark.slow
 def test_tables_of_a_process() -> None:
     """Rows are in the last axis, so covariances and draws of outputs interleave."""
     posterior, other = joint_fit(process)

@@ -86,8 +86,6 @@ class NodeMoments(Bordered):
     def extended(self, prior: Any, places: np.ndarray) -> Any:
         """Return the moments of latents of another prior; see
         :mod:`numpyro_gpaug.gaussians.base`. New nodes are standard normal."""
-        if np.array_equal(places, np.arange(self.structure.size)):
-            return self
         return Extended(self, prior.structure, places.astype(np.int64).tobytes())
 
 

@@ -169,6 +169,15 @@ def _keeps_rows(
             return False
         full = params["slice_sizes"][axis] == eqn.invars[0].aval.shape[axis]
         return full and out == numbers.offset_dims[whole.index(axis)]
+    if name.startswith("scatter"):
+        # Columns of rows: along the other axes the update is complete.
+        numbers = params["dimension_numbers"]
+        apart = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+        whole = [i for i in range(eqn.invars[0].aval.ndim) if i not in apart]
+        if axis not in whole or axis in numbers.scatter_dims_to_operand_dims:
+            return False
+        window = numbers.update_window_dims[whole.index(axis)]
+        return ins[1:] == [None, window] and out == axis
     if name == "dot_general":
         contracted, _ = params["dimension_numbers"]
         sides = zip(ins, contracted, strict=True)
@@ -205,8 +214,9 @@ def _keeps_rows(
 
 def _equal(x: Any, y: Any) -> bool:
     """Whether two params or numbers are equal; NaN, which fills gaps, equals itself."""
-    both = isinstance(x, float | np.floating) and isinstance(y, float | np.floating)
-    return bool(np.all(x == y)) or (both and bool(np.isnan(x) and np.isnan(y)))
+    numbers = [np.asarray(each) for each in (x, y)]
+    gaps = all(each.dtype.kind == "f" and np.isnan(each).all() for each in numbers)
+    return gaps or bool(np.all(x == y))
 
 
 def _demand(true: bool) -> None:

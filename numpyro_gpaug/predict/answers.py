@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, random
 from numpyro import handlers
 from numpyro.distributions import Distribution
@@ -58,7 +59,11 @@ class Answers:
 
     def structure_at(self, model: Model, arguments: Arguments) -> Structure:
         """Return the structure of the model at these arguments."""
-        return structure_at(model, self._structure, arguments)
+        return structure_at(self.with_times(model), self._structure, arguments)
+
+    def with_times(self, model: Model) -> Model:
+        """Return the model with as many times of chains of states as at the fit."""
+        return model
 
     def other_sites(self) -> str:
         """Explain, for a message, how to predict a site that has no posterior of its
@@ -242,16 +247,15 @@ class JointAnswers(Answers):
     view = JointPredictiveView
     _structure: Structure
 
-    def structure_at(self, model: Model, arguments: Arguments) -> Structure:
-        # As many times as the process has states. Other processes have no such site.
+    def with_times(self, model: Model) -> Model:
+        # Other processes have no such site.
         structure = self._structure
         shapes = {s.name: s.shape for s in structure.sites}
         times = {
             times_of(k): jnp.zeros(shapes.get(f"{k}.v", ())[:1], structure.dtype)
             for k in structure.process_names
         }
-        known = handlers.substitute(model, data=times)
-        return super().structure_at(known, arguments)
+        return handlers.substitute(model, data=times)
 
     def other_sites(self) -> str:
         return "predict_f(..., site=...) predicts deterministic sites"
@@ -283,7 +287,10 @@ class JointAnswers(Answers):
 
     def _at_prior(self, view: JointPredictiveView, fit: Fit) -> Any:
         q: Any = fit.moments[JOINT]
-        return q.extended(view.prior, self._structure.places(view.structure))
+        places = self._structure.places(view.structure)
+        if np.array_equal(places, np.arange(q.mean.shape[-1])):
+            return q
+        return q.extended(view.prior, places)
 
     def f(self, view: Any, fit: Fit, site: str) -> FunctionValues:
         return FunctionValues(*view.moments(site, self._extended(view, fit, site)))

@@ -202,7 +202,9 @@ class Calls:
         arguments, by_row = called
         pairs = zip(arguments.arrays, by_row, strict=True)
         rows = next((len(a) for a, flag in pairs if flag), 0)
-        size = batch_size if rows > SMALL_BATCH else min(batch_size, SMALL_BATCH)
+        size = min(batch_size, SMALL_BATCH)
+        if rows > SMALL_BATCH:
+            size = self._predictor.rows_of_block(batch_size, rows)
         joint = self._predictor.structure.joint
         # Rows may be members of a latent, which must not be repeated. Rows on several
         # devices stay there. If the number of rows is an argument, it may be the size

@@ -46,6 +46,9 @@ from numpyro_gpaug.predict.answers import Answers, JointAnswers, one_of
 from numpyro_gpaug.predict.mixture import MIXED, Fitted, averaged, over_members
 from numpyro_gpaug.predict.summary import MAX_JOINT, NO_SITES, KnownSites, SiteMoments
 
+# The numbers that the rows of a block may have.
+_NUMBERS = 2**24
+
 
 class Prepared(NamedTuple):
     """Quantities that predictions at all inputs share, computed by the first of them;
@@ -85,7 +88,8 @@ class Predictor:
         # Programs and results of tracing, by kind and shapes of arguments.
         self._cache: dict[Any, Any] = {}
         names = tuple(site.name for site in structure.observed)
-        self._padding = Padding(self._without_data(), names)
+        model_at_fit = self._answers.with_times(self._without_data())
+        self._padding = Padding(model_at_fit, names)
 
     def is_current(self) -> bool:
         """Whether the model is unchanged."""
@@ -204,6 +208,21 @@ class Predictor:
         return self._padding.proves(
             arguments, Added(max(size, arguments.num_rows + 1), which)
         )
+
+    def rows_of_block(self, batch_size: int, rows: int) -> int:
+        """Return the rows of a block: more than requested if the latents are so many
+        that computing with all of them again takes most of the time of a block.
+
+        :param batch_size: the requested number.
+        :param rows: the number of all rows.
+        """
+        if not self.structure.joint:
+            return batch_size
+        others = self.structure.form.layout.others
+        most = min(self.structure.size // 16, _NUMBERS // (1 + others))
+        while batch_size < most and rows > 4 * batch_size:
+            batch_size *= 2
+        return batch_size
 
     @one_thread
     def fewer(
