@@ -417,7 +417,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
             cutpoints), scales and links.
         :param full_covariance: the covariance between all rows (O(N^2) memory, no
             streaming) instead of the variance.
-        :param batch_size: rows per block.
+        :param batch_size: rows per block; more if there are very many latents.
         :param kwargs: the model's keyword arguments, where they differ from the fit's.
         """
         name = self._predictor.named(site)
@@ -442,7 +442,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
 
         :param args: the model's arguments at new inputs, without observations.
         :param site: which observed site, if the model has several.
-        :param batch_size: rows per block.
+        :param batch_size: rows per block; more if there are very many latents.
         :param kwargs: the model's keyword arguments, where they differ from the fit's.
         """
         observed = self._predictor.predicted(site)
@@ -554,7 +554,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
 
         :param args: the model's arguments, observations included: ``log_prob(X, y)``.
         :param site: which observed site, if the model has several.
-        :param batch_size: rows per block.
+        :param batch_size: rows per block; more if there are very many latents.
         :param kwargs: the model's keyword arguments, where they differ from the fit's.
         """
         observed = self._predictor.observed(site)
@@ -584,7 +584,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
 
         :param args: the model's arguments of the fit, observations included.
         :param site: the observed site, if the model has several.
-        :param batch_size: rows per block.
+        :param batch_size: rows per block; more if there are very many latents.
         :param kwargs: the model's keyword arguments, where they differ from the fit's.
         :raises NotConjugateError: unless each datum has one or two predictors of its
             own (no softmax of a joint Gaussian, no latent for each row);
