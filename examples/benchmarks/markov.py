@@ -56,9 +56,9 @@ HERE = Path(__file__).resolve()
 KEY = jax.random.key(0)
 COLUMNS = {
     "case": "", "dtype": "", "times": "d", "cold": ".1f", "warm": ".1f",
-    "prediction": ".1f", "evaluation": ".3f", "tinygp": ".3f", "exponent": ".2f", "bound": ".0e",
-    "slope": ".0e", "mean": ".0e", "variance": ".0e", "MiB": ".0f", "khat": ".2f",
-    "certified": "", "error": ".3f", "load": ".1f",
+    "prediction": ".1f", "evaluation": ".3f", "tinygp": ".3f", "exponent": ".2f",
+    "bound": ".0e", "slope": ".0e", "mean": ".0e", "variance": ".0e", "MiB": ".0f",
+    "khat": ".2f", "certified": "", "error": ".3f", "load": ".1f",
 }  # fmt: skip
 # Lengthscale and variance of a smooth part, lengthscale and period of a damped wave,
 # and the noise.
