@@ -38,6 +38,8 @@ FINER = {1: 48, 2: 23}
 AT_ONCE = 2**14
 
 Sum = Callable[[Any, tuple[Array, ...]], Array]
+# Sums over nodes (nodes, dimensions) with weights (nodes,).
+Sums = Callable[[Array, Array], Any]
 
 
 class PredictorMoments(NamedTuple):
@@ -114,7 +116,11 @@ def rule_differences(
     (x, weights), (finer, others) = rules
     signed = jnp.concatenate([x, finer]), jnp.concatenate([weights, -others])
 
-    found: list[Array] = _summed(lambda x: values(placed(at, x)), at, *signed)
+    def sums(x: Array, weights: Array) -> list[Array]:
+        found = jax.vmap(lambda node: values(placed(at, node)))(x)
+        return [_share(weights, y).sum(0) for y in found]
+
+    found: list[Array] = _summed(sums, at, *signed)
     return found
 
 
@@ -138,20 +144,20 @@ class _Sums(NamedTuple):
     :param direct: derivatives in the other arguments.
     :param slopes: derivatives in each predictor.
     :param turned: for each predictor, its slope times the standard normal values that
-        determine it.
+        determine it, which are the first axis.
     """
 
     value: Array
     direct: list[Array]
     slopes: tuple[Array, ...]
-    turned: tuple[tuple[Array, ...], ...]
+    turned: tuple[Array, ...]
 
 
-def _averaged(function: Callable[[Array], _Sums], at: PredictorMoments) -> _Sums:
+def _averaged(function: Sums, at: PredictorMoments) -> _Sums:
     """Return the average over nodes. All rules are in one loop, so that the function is
     compiled once.
 
-    :param function: a function of a node, (dimensions,).
+    :param function: the sums over some nodes.
     :param at: Gaussians on the predictors.
     """
     number, dtype = len(at.means), at.means[0].dtype
@@ -163,7 +169,7 @@ def _averaged(function: Callable[[Array], _Sums], at: PredictorMoments) -> _Sums
     blocks = [_in_blocks(*rule, each) for rule in (*small, largest)]
     x, weights = (jnp.concatenate(parts) for parts in zip(*blocks, strict=True))
     ends = jnp.asarray(np.cumsum([0, *(len(part) for part, _ in blocks)]))
-    zeros = _zeros(function, x[0, 0])
+    zeros = _zeros(function, x[0], weights[0])
 
     def by_rule(state: Any) -> Any:
         rule, before, _ = state
@@ -201,8 +207,8 @@ def _agree(at: PredictorMoments, first: _Sums, second: _Sums) -> Array:
         scale = safe_sqrt(variance)
         slope, turned = second.slopes[i], second.turned[i]
         off = scale * (slope - first.slopes[i])
-        bent = scale * sum(map(jnp.abs, map(jnp.subtract, turned, first.turned[i])))
-        curved = scale * sum(map(jnp.abs, turned))
+        bent = scale * jnp.abs(turned - first.turned[i]).sum(0)
+        curved = scale * jnp.abs(turned).sum(0)
         curved = jnp.minimum(curved + jnp.square(scale * slope), 1)
         some = curved > 0
         curved = jnp.where(some, curved, 1)
@@ -218,15 +224,13 @@ def _agree(at: PredictorMoments, first: _Sums, second: _Sums) -> Array:
     return known & (moves <= most**2) & (relative**1.5 <= most)
 
 
-def _summed(
-    function: Callable[[Array], Any], at: PredictorMoments, x: Array, weights: Array
-) -> Any:
+def _summed(function: Sums, at: PredictorMoments, x: Array, weights: Array) -> Any:
     """Return the weighted sum of a function over nodes.
 
     Each iteration of a loop takes as many nodes as make up ``AT_ONCE`` values: with few
     data a node is so little work that most of the time would be the loop's.
 
-    :param function: a function of a node, (dimensions,), to arrays.
+    :param function: the sums over some nodes.
     :param at: Gaussians on the predictors.
     :param x: the nodes, (nodes, dimensions).
     :param weights: their weights, (nodes,).
@@ -234,10 +238,10 @@ def _summed(
     number = len(x)
     blocks = min(number, -(-number * at.means[-1].size // AT_ONCE))
     each = -(-number // max(blocks, 1))
-    zeros = _zeros(function, x[0])
     x, weights = _in_blocks(x, weights, each)
     if len(x) == 1:
-        return _added(function, zeros, x[0], weights[0])
+        return function(x[0], weights[0])
+    zeros = _zeros(function, x[0], weights[0])
 
     def add(sums: Any, part: tuple[Array, Array]) -> tuple[Any, None]:
         return _added(function, sums, *part), None
@@ -253,17 +257,14 @@ def _in_blocks(x: Array, weights: Array, each: int) -> tuple[Array, Array]:
     return x, jnp.pad(weights, (0, more)).reshape(-1, each)
 
 
-def _zeros(function: Callable[[Array], Any], node: Array) -> Any:
-    shapes = jax.eval_shape(function, node)
+def _zeros(function: Sums, x: Array, weights: Array) -> Any:
+    shapes = jax.eval_shape(function, x, weights)
     return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
 
 
-def _added(
-    function: Callable[[Array], Any], sums: Any, x: Array, weights: Array
-) -> Any:
+def _added(function: Sums, sums: Any, x: Array, weights: Array) -> Any:
     """Add a block of nodes to sums over nodes."""
-    found = jax.tree.map(partial(_share, weights), jax.vmap(function)(x))
-    return jax.tree.map(lambda s, y: s + y.sum(0), sums, found)
+    return jax.tree.map(jnp.add, sums, function(x, weights))
 
 
 def _forward(total: Sum, numbers: Any, at: PredictorMoments) -> tuple[Array, Any]:
@@ -289,16 +290,19 @@ def _sums(
         merged = [leaf if x is None else x for x, leaf in pairs]
         return total(jax.tree.unflatten(treedef, merged), values)
 
-    def at_one(here: Array) -> _Sums:
-        values = placed(at, here)
-        value, (direct, slopes) = jax.value_and_grad(at_node, (0, 1))(moving, values)
+    differentiated = jax.value_and_grad(at_node, (0, 1))
+
+    def sums(x: Array, weights: Array) -> _Sums:
+        found = jax.vmap(lambda node: differentiated(moving, placed(at, node)))(x)
+        found = jax.tree.map(partial(_share, weights), found)
+        value, (direct, slopes) = jax.tree.map(lambda y: y.sum(0), found)
         turned = (
-            tuple(slope * here[j] for j in range(i + 1))
-            for i, slope in enumerate(slopes)
+            jnp.matmul(x[:, : i + 1].T, slope, precision="highest")
+            for i, slope in enumerate(found[1][1])
         )
         return _Sums(value, direct, slopes, tuple(turned))
 
-    found = _averaged(at_one, at)
+    found = _averaged(sums, at)
     slopes = _moment_slopes(at, found.slopes, found.turned)
     return found.value, (jax.tree.unflatten(treedef, found.direct), slopes)
 
@@ -314,7 +318,7 @@ def _share(weight: Array, y: Array) -> Array:
 
 
 def _moment_slopes(
-    at: PredictorMoments, slopes: Any, turned: tuple[tuple[Array, ...], ...]
+    at: PredictorMoments, slopes: Any, turned: tuple[Array, ...]
 ) -> PredictorMoments:
     """Return derivatives in means, variances and covariance. With ``f = m + L x``, the
     derivative in the covariance matrix is half of ``E (slope x') L^-1`` (Stein)."""
