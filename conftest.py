@@ -41,5 +41,5 @@ from threadpoolctl import threadpool_limits  # noqa: E402
 
 threadpool_limits(1, user_api="blas")
 # Tracing makes many objects and few cycles: a collection after every 700 objects took a
-# twentieth of the tests' time.
-gc.set_threshold(20_000, 20, 20)
+# twelfth of the tests' time, and one after every 20,000 a fiftieth.
+gc.set_threshold(100_000, 20, 100)

@@ -75,11 +75,13 @@ NotebookClient.async_start_new_kernel = start_alone
 
 # In fast builds a kernel runs all pages of a process: to start it and to import takes
 # as long as the cells of a short page. Names and programs of a page end with it.
+# Collections at Python's own threshold take a twelfth of the time.
 kernels: dict[int, Any] = {}
 new_manager = NotebookClient.create_kernel_manager
 new_client = NotebookClient.async_start_new_kernel_client
-BETWEEN = "import jax, matplotlib.pyplot; matplotlib.pyplot.close('all')\n"
-BETWEEN += "jax.clear_caches()\n%reset -f\n%cd -q {folder}"
+BETWEEN = "import gc, jax, matplotlib.pyplot; matplotlib.pyplot.close('all')\n"
+BETWEEN += "gc.set_threshold(100_000, 20, 100); jax.clear_caches()\n"
+BETWEEN += "%reset -f\n%cd -q {folder}"
 
 
 def shared_manager(client: NotebookClient) -> Any:
