@@ -224,3 +224,13 @@ def test_integrated_hyperparameters_have_labels_beside_them() -> None:
     herds = tree["posterior"]["effect"].coords["effect_dim_0"]
     assert herds.values.tolist() == ["east", "north", "west"]
     assert sorted(nested.posterior().summary().index) == sorted(names)
+    draws = {"tau": np.ones(2, "float32")}
+    collapsed = gpaug.collapse(integrated)
+    found = collapsed.posterior(draws, TABLE["herd"], TABLE["dose"])
+    assert sorted(found.summary().index) == sorted(names)
+    svi = gpaug.ConjugateSVI(integrated, gpaug.AutoLatentGaussian(integrated), None)
+    responses = np.stack([TABLE["dose"], -TABLE["dose"]])
+    fits = svi.run_many(KEY, 20, TABLE["herd"], responses, over="y", progress_bar=False)
+    by_code = fits.posterior(0).predict_y(np.array([2, 0]))
+    by_label = fits.posterior(0).predict_y(np.array(["west", "east"]))
+    np.testing.assert_array_equal(by_label.mean, by_code.mean)

@@ -40,7 +40,8 @@ def model(X, members, *, inducing, num_drawn):
 
     num_classes = len(members.rows)
     kernel = gpaug.kernels.SquaredExponential(1.0, 4.0)
-    gp = gpaug.GaussianProcess("f", kernel, inducing, num_latents=num_classes)
+    mean = -float(np.log(num_classes))
+    gp = gpaug.GaussianProcess("f", kernel, inducing, mean, num_latents=num_classes)
     batch = members.draw(num_drawn)
     f = gp(X[batch.rows], latents=batch.classes)
     with numpyro.handlers.scale(scale=batch.scale):

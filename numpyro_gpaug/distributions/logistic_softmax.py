@@ -21,6 +21,10 @@ class LogisticSoftmax(Classes):
     makes it Gaussian in the latents. ``LogisticSoftmax(f)`` equals
     ``Categorical(logits=log_sigmoid(f))``.
 
+    The numerator is at most one. With many classes, latents with mean zero therefore
+    keep all probabilities near ``1 / C``, for any data: pass ``mean=-log(C)`` to their
+    process.
+
     :param logits: latents, (..., C) with C >= 2.
     :raises ValueError: if ``logits`` has no class axis, or fewer than two classes.
 

@@ -20,6 +20,7 @@ from numpyro_gpaug.distributions.stacked import Stacked
 from numpyro_gpaug.math.arrays import in_blocks
 from numpyro_gpaug.math.compiling import jit
 from numpyro_gpaug.model.arguments import Arguments, Values
+from numpyro_gpaug.model.columns import Columns, Labels
 from numpyro_gpaug.model.latents import Structure
 from numpyro_gpaug.model.responses import Responses, in_lanes
 from numpyro_gpaug.model.structure import from_cache
@@ -68,7 +69,10 @@ class Posteriors(
     :param structure: the structure of the model.
     :param fits: what the fits have found.
     :param responses: the model's arguments.
+    :ivar labels: labels of the codes of arguments that were categories.
     """
+
+    labels: Labels = {}
 
     def __init__(
         self,
@@ -160,8 +164,9 @@ class Posteriors(
         fitted = jax.tree.map(lambda x: x[response], self._fits.fitted)
         with self._predictor.version.running():
             return Posterior.of_fit(
-                self._predictor, fitted, self._structure, args, kwargs
-            )
+                self._predictor, fitted, self._structure, args, kwargs,
+                labels=self.labels,
+            )  # fmt: skip
 
     # -- predictions ------------------------------------------------------------------
 
@@ -235,6 +240,7 @@ class Posteriors(
         if not len(good):
             raise ValueError(f"no fit is finite: {Counter(self.verdicts)}")
         model, number = self._predictor.model, len(self)
+        args, kwargs, _ = Columns.read(model, args, kwargs, self.labels)
         given = Responses.split(model, args, kwargs, over, number)
         first = Arguments.split(*given.one(int(good[0])))
         which, static = given.which, first.static

@@ -174,10 +174,10 @@ class CollapsedModel(RunsModel):
         """
         check_count("num_points", num_points)
         with in_dtype_of(self._dtype_of(samples)), self._running():
-            arguments, programs = self._read(args, kwargs)
+            arguments, programs, labels = self._read(args, kwargs)
             at = AtDraws(programs, arguments, samples)
             values, moments = at.gaussians(num_points)
-            return mixture(programs, arguments, values, moments)
+            return mixture(programs, arguments, values, moments, labels=labels)
 
     def sample_latents(
         self, key: Array, samples: Values, *args: Any, **kwargs: Any
@@ -196,11 +196,11 @@ class CollapsedModel(RunsModel):
         """
         check_key(key)
         with in_dtype_of(self._dtype_of(samples)), self._running():
-            arguments, programs = self._read(args, kwargs)
+            arguments, programs, _ = self._read(args, kwargs)
             return AtDraws(programs, arguments, samples).sites(key)
 
-    def _read(self, args: Any, kwargs: Any) -> tuple[Arguments, Programs]:
-        args, kwargs, _ = Columns.read(self.model, args, kwargs)
+    def _read(self, args: Any, kwargs: Any) -> tuple[Arguments, Programs, Labels]:
+        args, kwargs, labels = Columns.read(self.model, args, kwargs)
         check_arguments(self.model, args, kwargs)
         arguments = Arguments.split(args, kwargs)
         bound = self._bounds.at(arguments, args, kwargs)
@@ -208,7 +208,7 @@ class CollapsedModel(RunsModel):
         programs = from_cache(
             self._programs, arguments.shapes, lambda: Programs(bound, arguments, 1)
         )
-        return arguments, programs
+        return arguments, programs, labels
 
 
 def mixture(

@@ -405,13 +405,15 @@ class ConjugateSVI(RunsModel, NotPickled, instead=_UNPICKLED):
         [ 1.1 -1.4]
         """
         check_run(rng_key, num_steps, tol)
-        args, kwargs, _ = Columns.read(self.model, args, kwargs)
+        args, kwargs, labels = Columns.read(self.model, args, kwargs)
         responses = Responses.split(self.model, args, kwargs, over)
         bar = tqdm(total=responses.number, disable=not progress_bar)
         with bar:
-            return self._programs.fit_each(
+            found = self._programs.fit_each(
                 rng_key, num_steps, tol, responses, bar.update
             )
+        found.labels = labels
+        return found
 
     def _run(
         self,
