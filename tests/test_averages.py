@@ -65,6 +65,8 @@ def test_averages_of_a_linear_model_have_its_moments() -> None:
     found = posterior.average(DOSE, WARD, by=names, weights=TOTAL)
     close(found, weights @ f.mean, np.sqrt(np.diag(weights @ f.variance @ weights.T)))
     assert list(found.summary().index) == [f"ward {i}" for i in range(4)]
+    named = posterior.average(DOSE, WARD, by="ward", weights=TOTAL)
+    np.testing.assert_array_equal(named.draws, found.draws)
     # A new ward, beside one of the fit.
     new = {"num_wards": 5, "at": {"ward": [0, 4]}}
     apart = posterior.average(DOSE, WARD, **new).draws[..., 1]
@@ -203,6 +205,7 @@ def test_questions_that_do_not_fit() -> None:
         ({"at": {"dose": [DOSE[:3]]}}, r"has a value of shape \(3,\), and dose has"),
         ({"contrast": "ratio"}, "a contrast compares scenarios"),
         ({"contrast": "odds"}, "the contrasts are 'difference', 'ratio'"),
+        ({"by": "x"}, r"by='x', and the arguments .* \['dose', 'ward'\]"),
         ({"by": np.arange(3)}, r"by has shape \(3,\), and the observations have"),
         ({"at": {"ward": [4]}}, "A new group needs a plate with more members"),
     ):

@@ -65,10 +65,15 @@ from numpyro_gpaug.model.structure import Observed
 
 _NO_FACTORS = (
     "leave_one_out needs one or two predictors of its own for each datum of {0!r} (for "
-    "groups write jnp.exp(effect[group]), not jnp.exp(effect)[group]), and no latent "
-    "for each row. A number that all data share, as the logit of a gate or the "
-    "logarithm of a scale, may have a prior that is not Gaussian instead. "
+    "groups write jnp.exp(effect[group]), not jnp.exp(effect)[group]). A number that "
+    "all data share, as the logit of a gate or the logarithm of a scale, may have a "
+    "prior that is not Gaussian instead. "
     "diagnostics.loo(diagnostics.to_datatree(...)) works for any fit"
+)
+_OF_EACH_ROW = (
+    "data of {!r} cannot be left out, because their plate has the latents {}. Give "
+    "these a plate of their own, which the data index: effect[row], with "
+    "row=np.arange(N) as an argument"
 )
 _SEVERAL = (
     "leave_one_out needs one or two predictors for each datum of {!r}, and its data "
@@ -328,7 +333,9 @@ class JointPredictiveView(JointView):
             raise NotConjugateError(_SEVERAL.format(site.name))
         if shared:
             raise NotConjugateError(_NO_FACTORS.format(site.name))
-        if site.indexed or local_names(self.structure):
+        if local := local_names(self.structure):
+            raise NotConjugateError(_OF_EACH_ROW.format(site.name, sorted(local)))
+        if site.indexed:
             raise NotConjugateError(_NO_FACTORS.format(site.name))
         if together is not None and len(together.place) != size:
             raise ValueError(

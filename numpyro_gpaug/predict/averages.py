@@ -169,7 +169,7 @@ class AveragesWanted(NamedTuple):
         kept: dict[str, Any],
         *,
         at: Mapping[str, Sequence[Any]] | None,
-        by: ArrayLike | None,
+        by: ArrayLike | str | None,
         contrast: Contrast,
         weights: ArrayLike | None,
         labels: Labels | None = None,
@@ -179,6 +179,14 @@ class AveragesWanted(NamedTuple):
         :param kept: keyword arguments of the fit.
         :param labels: labels of arguments that were categories in the fit.
         """
+        if isinstance(by, str):
+            names = argument_names(model, len(args))
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            if by not in given:
+                raise ValueError(
+                    f"by={by!r}, and the arguments that were passed are {[*given]}"
+                )
+            by = given[by]
         args, kwargs, new = Columns.read(model, args, kwargs, labels)
         known = {**new, **(labels or {})}
         scenarios = _scenarios(model, args, kwargs, kept, at or {}, known)
@@ -425,7 +433,7 @@ def average(
     *args: Any,
     of: Of = None,
     at: Mapping[str, Sequence[Any]] | None = None,
-    by: ArrayLike | None = None,
+    by: ArrayLike | str | None = None,
     contrast: Contrast = None,
     weights: ArrayLike | None = None,
     site: str | None = None,

@@ -455,7 +455,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         *args: Any,
         of: Of = None,
         at: Mapping[str, Sequence[Any]] | None = None,
-        by: ArrayLike | None = None,
+        by: ArrayLike | str | None = None,
         contrast: Contrast = None,
         weights: ArrayLike | None = None,
         site: str | None = None,
@@ -480,8 +480,9 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
             ``{"treated": [0, 1]}``. All rows get the value; arrays in the shape of the
             argument give each row its own (``{"age": [age, age + 1]}``). Several
             arguments change together.
-        :param by: the group of each row, numbers or strings: averages are taken within
-            groups. ``np.arange(n)`` keeps every row.
+        :param by: the group of each row, numbers or strings, or the name of an
+            argument: averages are taken within groups. ``np.arange(n)`` keeps every
+            row.
         :param contrast: ``"difference"`` or ``"ratio"`` of the averages of each further
             scenario and of the first one, or a function of two arrays, these averages
             in this order: ``lambda new, first: new / (1 - new) * (1 - first) / first``
@@ -587,7 +588,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         :param batch_size: rows per block; more if there are very many latents.
         :param kwargs: the model's keyword arguments, where they differ from the fit's.
         :raises NotConjugateError: unless each datum has one or two predictors of its
-            own (no softmax of a joint Gaussian, no latent for each row);
+            own (no softmax of a joint Gaussian, no latents in the plate of the data);
             :func:`diagnostics.loo <numpyro_gpaug.diagnostics.loo>` accepts any fit.
         :raises ValueError: for rows that were not in the fit.
 
