@@ -434,7 +434,8 @@ def one_of(candidates: Any, name: str | None, what: str) -> Any:
     names = [c.name for c in candidates]
     if not names:
         raise ValueError(
-            f"no {what} depends on Gaussian latents. Use draws of the other "
+            f"no {what} depends on Gaussian latents. If the posterior was made without "
+            "the observations of the fit, pass them. Otherwise use draws of the other "
             "latents, such as NestedVI(model).get_samples(), with "
             "numpyro.infer.Predictive(model, samples)"
         )
