@@ -107,9 +107,7 @@ def test_what_has_no_factor_for_each_observation_is_refused() -> None:
 
     svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model), None)
     posterior = unfitted(svi, X[:, 0], COUNTS)
-    with pytest.raises(
-        gpaug.NotConjugateError, match=r"the latents \['own'\]"
-    ):
+    with pytest.raises(gpaug.NotConjugateError, match=r"the latents \['own'\]"):
         posterior.leave_one_out(X[:, 0], COUNTS)
 
 

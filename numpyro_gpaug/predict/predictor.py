@@ -391,12 +391,7 @@ class Predictor:
         :return: whether to predict by groups: there are many rows, and each of them
             depends on one group.
         """
-
-        def checks(arguments: Arguments, fitted: Fitted) -> Any:
-            return self._checks(arguments, fitted, site)
-
-        key, made = (arguments.shapes, site), partial(jit_for_few_runs, checks)
-        codes, here, whole = self._cached("checks", key, made)(arguments, fitted.first)
+        codes, here, whole = self._checks(arguments, fitted.first, site)
         if codes is not None:
             codes.check(
                 f"values of {site!r}",
@@ -425,7 +420,11 @@ class Predictor:
         return jnp.stack([*same, True if codes is None else codes.valid]).all()
 
     def _checks(self, arguments: Arguments, fitted: Fitted, site: str) -> Any:
-        return self._answers.checks(self._view(arguments, fitted), site)
+        def checks(arguments: Arguments, fitted: Fitted) -> Any:
+            return self._answers.checks(self._view(arguments, fitted), site)
+
+        key, made = (arguments.shapes, site), partial(jit_for_few_runs, checks)
+        return self._cached("checks", key, made)(arguments, fitted)
 
     def _known_at(self, arguments: Arguments, fitted: Fitted) -> Any:
         """Return moments of the sites that summaries show, a checksum of the factors of
