@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import gc
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import wraps
 from typing import Any, ParamSpec, Self, TypeVar
 
@@ -25,27 +23,11 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _RUNS = threading.RLock()
-# The number of new objects after which Python looks for unreachable cycles.
-_OBJECTS = 50_000
-
-
-@contextmanager
-def _rarely_collected() -> Iterator[None]:
-    """Collect garbage less often. Tracing makes many objects and few cycles, and some
-    collections visit every object of all imported libraries: at Python's threshold of
-    700 new objects they took a tenth of a first fit."""
-    objects, *others = gc.get_threshold()
-    # At a threshold of zero Python collects nothing.
-    gc.set_threshold(max(objects, _OBJECTS) if objects else 0, *others)
-    try:
-        yield
-    finally:
-        gc.set_threshold(objects, *others)
 
 
 def one_thread(function: Callable[P, T]) -> Callable[P, T]:
     """Decorate ``function`` so that only one thread at a time runs any decorated
-    function, with matrix products in full precision and few collections of garbage.
+    function, with matrix products in full precision.
 
     All threads share NumPyro's stack of handlers: two threads that trace models would
     find each other's handlers on it. Compiled programs need no lock, and JAX does not
@@ -57,7 +39,7 @@ def one_thread(function: Callable[P, T]) -> Callable[P, T]:
         # Before the lock, which a thread of the parent process may hold.
         refuse_forked()
         # The same precision as in numpyro_gpaug.math.linalg.
-        with _RUNS, _rarely_collected(), jax.default_matmul_precision("highest"):
+        with _RUNS, jax.default_matmul_precision("highest"):
             return function(*args, **kwargs)
 
     return locked
