@@ -23,7 +23,7 @@ from numpyro_gpaug.gaussians.pairs import PairedMap
 from numpyro_gpaug.gp.conditional import Conditional, Outputs
 from numpyro_gpaug.gp.markov import MarkovConditional
 from numpyro_gpaug.likelihoods.expectations import Route
-from numpyro_gpaug.math.arrays import STATIC, as_arrays, is_traced
+from numpyro_gpaug.math.arrays import STATIC
 from numpyro_gpaug.model.affine import ROUNDING, BySites, Predictors, check_groups
 from numpyro_gpaug.model.expectation import (
     Concatenated,
@@ -446,8 +446,7 @@ class JointView(View):
 
     @property
     def pairs(self) -> tuple[Array, Array] | None:
-        """The pairs of predictors that likelihoods depend on jointly. Places without a
-        sign are indices as they are: JAX would compare others with zero."""
+        """The pairs of predictors that likelihoods depend on jointly."""
         left, right, begin = [], [], 0
         known = iter([v.shape for v in self._root_shapes])
         for site in self.structure.observed:
@@ -458,9 +457,7 @@ class JointView(View):
             begin += sum(map(math.prod, shapes))
         if not sum(map(len, left)):
             return None
-        xp: Any = jnp if is_traced((left, right)) else np
-        both = [xp.concatenate(x).astype(np.uint32) for x in (left, right)]
-        return cast(tuple[Array, Array], as_arrays(both))
+        return jnp.concatenate(left), jnp.concatenate(right)
 
     @property
     def prior(self) -> StructurePrior:
