@@ -399,7 +399,8 @@ def _gaussian(params: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     """Mean and covariance of the standard normal numbers of all latents."""
     names = {k.rsplit("_", 1)[-1]: np.asarray(x) for k, x in params.items()}
     covariance = np.linalg.inv(names["precision"])
-    return covariance @ names["potential"], covariance
+    mean = names.get("centre", 0) + covariance @ names["potential"]
+    return mean, covariance
 
 
 def _brute(

@@ -191,6 +191,7 @@ def test_two_predictors_against_a_grid(x64):
         start["latents_auto_potential"] = start[name] @ jnp.linalg.solve(
             result.params[name], result.params["latents_auto_potential"]
         )
+        start["latents_auto_centre"] = result.params["latents_auto_centre"]
         state = svi.init(jax.random.key(0), T, REAL, init_params=start)
         losses.append(svi.evaluate(state, T, REAL))
     assert min(losses) == losses[0]

@@ -18,6 +18,9 @@ precision, as the structure lays it out. They are added. They have
 
 - ``moments()``, which is NaN where the precision is not positive definite;
 - ``moved(z)``: natural parameters of latents, given those of deviations from ``z``;
+- perhaps a ``centre``, (latents, M), from which latents deviate as the potential says:
+  means are then not rounded like sums over rows. ``centred(mean)`` moves it to the
+  means;
 - ``diagonal``, of the precision, (latents, M);
 - perhaps ``inflation(variances)``, the errors of variances relative to rounding, if
   these are smaller than the variances times the diagonal.
@@ -333,16 +336,38 @@ def rebased(prior: GaussianPrior, natural: Any) -> Any:
     return natural if own is None else own(natural)
 
 
-def moved(prior: GaussianPrior, natural: Any, z: Array) -> Any:
-    """Return the natural parameters of prior and data after their means move by ``z``.
+def times(prior: GaussianPrior, information: Any, mean: Array | None = None) -> Any:
+    """Return the natural parameters of a prior times information.
 
-    :param prior: the prior. The prior of a chain has a method of this name, because its
-        transitions are not among the natural parameters.
-    :param natural: the natural parameters.
-    :param z: the change of the means.
+    :param prior: the prior; of mean zero if its natural parameters have a centre.
+    :param information: natural parameters of deviations from ``mean``.
+    :param mean: latents, (latents, M); ``None`` for zero.
     """
-    own = getattr(prior, "moved", None)
-    return natural.moved(z) if own is None else own(natural, z)
+    information = with_centre(prior, information)
+    if mean is None:
+        return jax.tree.map(jnp.add, prior.natural, information)
+    total = jax.tree.map(jnp.add, prior.natural, information.moved(mean))
+    if not hasattr(total, "centre"):
+        return total
+    return total._replace(potential=total.potential - prior.pull(total.centre))
+
+
+def with_centre(prior: GaussianPrior, information: Any) -> Any:
+    """Return information with a centre of zero if natural parameters of the prior have
+    one."""
+    natural = prior.natural
+    if hasattr(information, "centre") or not hasattr(natural, "centre"):
+        return information
+    return type(natural)(*information, natural.centre)
+
+
+def centred(natural: Any, target: Any) -> Any:
+    """Return the same natural parameters with the centre of others.
+
+    :param natural: natural parameters of prior and data.
+    :param target: those of a step from there: their centre is at the means.
+    """
+    return natural.centred(target.centre) if hasattr(target, "centre") else natural
 
 
 class GroupsPrior(StructurePrior, Protocol):

@@ -33,7 +33,7 @@ recurrences in blocks are a variant.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -260,13 +260,15 @@ class ChainNatural(NamedTuple):
     """A Gaussian along chains in natural parameters. Information that is added to it
     has links of zero.
 
-    :param potential: (1, G R + K).
+    :param potential: of deviations from the centre, (1, G R + K).
     :param groups: W, the additional precision of each step, (1, G, R, R).
     :param border: B, (1, G, R, K).
     :param corner: the corner of the precision, (1, K, K).
     :param links: A, the transition matrices to each step, (1, chains, steps, R, R);
         zero at a chain's start. Whiteners of the noise and units may follow, as in
         :func:`~numpyro_gpaug.math.recurrences.split`.
+    :param centre: (1, G R + K); zero for steps whose noise has covariances of its own,
+        because their means have no accurate gradients.
     """
 
     potential: Array
@@ -274,6 +276,7 @@ class ChainNatural(NamedTuple):
     border: Array
     corner: Array
     links: Array
+    centre: Array
 
     @property
     def layout(self) -> Layout:
@@ -300,7 +303,7 @@ class ChainNatural(NamedTuple):
         ahead = ahead.reshape(*self.groups.shape[:3], -1)
         q = GroupNatural(
             layout.joined(ahead[..., 0], corner),
-            self.groups, ahead[..., 1:], self.corner,
+            self.groups, ahead[..., 1:], self.corner, jnp.zeros_like(self.centre),
         ).moments(inverse.reshape(self.groups.shape))  # fmt: skip
         own, corner = layout.split(q.mean)
         back = jnp.concatenate([own[0][..., None], q.cross[0]], -1)
@@ -311,16 +314,37 @@ class ChainNatural(NamedTuple):
         back = back.reshape(*self.groups.shape[:3], -1)
         covariance = linear(congruent, gain, covariance, reverse=True)
         roots = _roots(covariance, whitener).reshape(self.groups.shape)
-        mean = layout.joined(back[..., 0], corner)
+        mean = self.centre + layout.joined(back[..., 0], corner)
         return ChainMoments(
             mean, q.inverse, gain[None], roots, back[..., 1:], q.whitener, kept
         )
 
     def moved(self, z: Array) -> ChainNatural:
         """Return the natural parameters of latents, given those of their deviations
-        from ``z``, (1, G R + K); see
+        from ``z``, (1, G R + K), for information, which has no links; see
         :meth:`~numpyro_gpaug.gaussians.dense.NaturalGaussian.moved`."""
-        return self._replace(potential=GroupNatural(*self[:4]).moved(z).potential)
+        fixed = self._centre_at(z)
+        potential = self.potential + self.times(z - fixed)
+        return self._replace(potential=potential, centre=self.centre + fixed)
+
+    def centred(self, mean: Array) -> ChainNatural:
+        """Return the same with its centre at the means, as far as it may be."""
+        centre = self._centre_at(mean)
+        if split(self.links)[1] is None:
+            return self._replace(potential=jnp.zeros_like(mean), centre=centre)
+        potential = self.potential - self.times(centre - self.centre)
+        return self._replace(potential=potential, centre=centre)
+
+    def times(self, z: Array) -> Array:
+        """Return the product of the precision, without links, with latents."""
+        return GroupNatural(*self[:4], self.centre).times(z)
+
+    def _centre_at(self, z: Array) -> Array:
+        """Return the centre for means ``z``."""
+        if split(self.links)[1] is None:
+            return z
+        steps, corner = self.layout.split(z)
+        return self.layout.joined(jnp.zeros_like(steps), corner)
 
     @property
     def diagonal(self) -> Array:
@@ -369,20 +393,15 @@ class ChainPrior:
         standard = self.structure.standard(self.loc.dtype)
         return standard._replace(links=self.links[None])
 
-    def moved(self, q: ChainNatural, z: Array) -> ChainNatural:
-        """See :func:`~numpyro_gpaug.gaussians.base.moved`."""
-        steps, corner = q.layout.split(self.pull(z))
-        # The corner of the prior is in what moves.
-        pulled = q.layout.joined(steps, jnp.zeros_like(corner))
-        q = q.moved(z)
-        return q._replace(potential=q.potential + pulled)
-
     def rebased(self, q: ChainNatural) -> ChainNatural:
         """Return natural parameters with the links and units of this prior, for the
         same information as with others."""
         links = self.links[None]
         if not self.structure.correlated:
-            return q._replace(links=links)
+            # The potential at the centre contains the pull of the prior.
+            change = replace(self, links=q.links[0]).pull(q.centre)
+            change = change - self.pull(q.centre)
+            return q._replace(links=links, potential=q.potential + change)
         before, own, layout = q.links[..., -1], links[..., -1], q.layout
         # Information without data has no units.
         ratio = jnp.where(before > 0, own / jnp.where(before > 0, before, 1), 1)
@@ -391,7 +410,7 @@ class ChainPrior:
         return ChainNatural(
             layout.joined(ratio * steps, corner),
             ratio[..., :, None] * q.groups * ratio[..., None, :],
-            ratio[..., None] * q.border, q.corner, links,
+            ratio[..., None] * q.border, q.corner, links, q.centre,
         )  # fmt: skip
 
     def divergence(self, q: ChainMoments) -> Array:
@@ -556,7 +575,7 @@ class Chain(Groups):
         return _shifts(rows, self.layout, z)
 
     def standard(self, dtype: Any) -> ChainNatural:
-        loc, blocks, border, corner = super().standard(dtype)
+        loc, blocks, border, corner, _ = super().standard(dtype)
         found = self._added(loc, jnp.zeros_like(blocks), border, corner)
         if not self.correlated:
             return found
@@ -575,7 +594,8 @@ class Chain(Groups):
         width = 2 * each + 1 if self.correlated else each
         shape = 1, all_steps // steps, steps, each, width
         links = jnp.zeros(shape, potential.dtype)
-        return ChainNatural(potential, groups, border, corner, links)
+        zeros = jnp.zeros_like(potential)
+        return ChainNatural(potential, groups, border, corner, links, zeros)
 
 
 def _by_step(rows: Rows, layout: Layout) -> tuple[Rows, Rows | None]:

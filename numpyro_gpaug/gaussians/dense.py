@@ -164,6 +164,42 @@ class NaturalGaussian(NamedTuple):
         return linalg.diagonal(self.precision)
 
 
+class CentredGaussian(NamedTuple):
+    """Natural parameters of deviations from a centre.
+
+    :param potential: (..., M).
+    :param precision: (..., M, M), positive definite.
+    :param centre: (..., M).
+    """
+
+    potential: Array
+    precision: Array
+    centre: Array
+
+    def moments(self) -> Moments:
+        """Return mean and covariance factor."""
+        q = NaturalGaussian(*self[:2]).moments()
+        return q._replace(mean=self.centre + q.mean)
+
+    def moved(self, z: Array) -> CentredGaussian:
+        """Return the natural parameters of latents, given those of their deviations
+        from ``z``, (..., M)."""
+        return self._replace(centre=self.centre + z)
+
+    def centred(self, mean: Array) -> CentredGaussian:
+        """Return the same with its centre at the means."""
+        return self._replace(potential=jnp.zeros_like(mean), centre=mean)
+
+    def times(self, z: Array) -> Array:
+        """Return the product of the precision with latents (..., M)."""
+        return linalg.precise(linalg.matvec)(self.precision, z)
+
+    @property
+    def diagonal(self) -> Array:
+        """The diagonal of the precision, (..., M)."""
+        return linalg.diagonal(self.precision)
+
+
 class Prior(NamedTuple):
     """Independent normal latents.
 
@@ -200,6 +236,15 @@ class Prior(NamedTuple):
     def terms(self, z: Array) -> Array:
         """See :class:`~numpyro_gpaug.gaussians.base.StructurePrior`."""
         return -0.5 * jnp.square((z - self.loc[0]) / self.scale[0])
+
+
+class StandardPrior(Prior):
+    """Independent standard normal latents."""
+
+    @property
+    def natural(self) -> Any:
+        """The potential and precision."""
+        return CentredGaussian(*super().natural, self.loc)
 
 
 class AffineMap(NamedTuple):
@@ -381,7 +426,7 @@ class AffineMap(NamedTuple):
 class Dense(Structure):
     """One dense precision matrix, without further structure."""
 
-    natural: ClassVar[Any] = NaturalGaussian
+    natural: ClassVar[Any] = CentredGaussian
     any_rows: ClassVar[bool] = True
 
     def cost(self, rows: int, width: int) -> float:
@@ -390,15 +435,15 @@ class Dense(Structure):
     def describe(self, names: str, block: int) -> str:
         return "dense"
 
-    def standard(self, dtype: Any) -> NaturalGaussian:
+    def standard(self, dtype: Any) -> CentredGaussian:
         # NumPy arrays, because JAX would compile a program for each.
         zeros: Any = np.zeros((1, self.size), dtype)
         eye: Any = np.eye(self.size, dtype=dtype)[None]
-        return NaturalGaussian(zeros, eye)
+        return CentredGaussian(zeros, eye, zeros)
 
     def prior(self, dtype: Any, links: Array | None = None) -> Prior:
         zeros = jnp.zeros((1, self.size), dtype)
-        return Prior(zeros, zeros + 1)
+        return StandardPrior(zeros, zeros + 1)
 
     def map(self, predictors: Any) -> AffineMap:
         found: AffineMap = predictors.dense

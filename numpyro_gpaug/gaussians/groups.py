@@ -179,18 +179,20 @@ class GroupMoments(_GroupMoments, GroupedMoments):
 
 
 class GroupNatural(NamedTuple):
-    """Natural parameters.
+    """Natural parameters of deviations from a centre.
 
     :param potential: (1, G R + K).
     :param groups: D, (1, G, R, R).
     :param border: B, (1, G, R, K).
     :param corner: C, (1, K, K).
+    :param centre: (1, G R + K).
     """
 
     potential: Array
     groups: Array
     border: Array
     corner: Array
+    centre: Array
 
     @property
     def layout(self) -> Layout:
@@ -223,19 +225,25 @@ class GroupNatural(NamedTuple):
         white = white - jnp.matvec(flat, corner).reshape(white.shape)
         mean = small.product(inverse.mT, white[..., None])[..., 0]
         cross = small.product(inverse.mT, (flat @ whitener.mT).reshape(half.shape))
-        mean = self.layout.joined(mean, corner)
+        mean = self.centre + self.layout.joined(mean, corner)
         return GroupMoments(mean, inverse, cross, whitener)
 
     def moved(self, z: Array) -> GroupNatural:
         """Return the natural parameters of latents, given those of their deviations
-        from ``z``, (1, G R + K); see
-        :meth:`~numpyro_gpaug.gaussians.dense.NaturalGaussian.moved`."""
+        from ``z``, (1, G R + K)."""
+        return self._replace(centre=self.centre + z)
+
+    def centred(self, mean: Array) -> GroupNatural:
+        """Return the same with its centre at the means."""
+        return self._replace(potential=jnp.zeros_like(mean), centre=mean)
+
+    def times(self, z: Array) -> Array:
+        """Return the product of the precision with latents (1, G R + K)."""
         groups, corner = self.layout.split(z)
         own = jnp.einsum("zgrs,zgs->zgr", self.groups, groups)
         own = own + jnp.einsum("zgrk,zk->zgr", self.border, corner)
         rest = jnp.einsum("zgrk,zgr->zk", self.border, groups)
-        rest = rest + jnp.matvec(self.corner, corner)
-        return self._replace(potential=self.potential + self.layout.joined(own, rest))
+        return self.layout.joined(own, rest + jnp.matvec(self.corner, corner))
 
     @property
     def diagonal(self) -> Array:
@@ -310,7 +318,7 @@ class Groups(Structure):
         blocks = jnp.broadcast_to(jnp.eye(each, dtype=dtype), (1, groups, each, each))
         border = jnp.zeros((1, groups, each, corner), dtype)
         loc, eye = jnp.zeros((1, self.size), dtype), jnp.eye(corner, dtype=dtype)[None]
-        return GroupNatural(loc, blocks, border, eye)
+        return GroupNatural(loc, blocks, border, eye, loc)
 
     def prior(self, dtype: Any, links: Array | None = None) -> Any:
         return GroupPrior(jnp.zeros((1, self.size), dtype), self)
@@ -394,7 +402,8 @@ class Groups(Structure):
         self, potential: Array, groups: Array, border: Array, corner: Array
     ) -> Any:
         """Return natural parameters to be added to the prior's."""
-        return GroupNatural(potential, groups, border, corner)
+        zeros = jnp.zeros_like(potential)
+        return GroupNatural(potential, groups, border, corner, zeros)
 
     def rows_of_block(self, number: int, dtype: Any) -> int | None:
         """Return the number of rows in a block; ``None`` if one block takes all rows.

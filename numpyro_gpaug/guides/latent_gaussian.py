@@ -17,7 +17,7 @@ from numpyro import handlers
 
 from numpyro_gpaug.distributions.gaussian import BlockGaussian, StructuredGaussian
 from numpyro_gpaug.gaussians import STRUCTURES, natural_from
-from numpyro_gpaug.gaussians.base import GaussianFactors
+from numpyro_gpaug.gaussians.base import GaussianFactors, times
 from numpyro_gpaug.gaussians.dense import Moments
 from numpyro_gpaug.gaussians.pairs import PairedMap
 from numpyro_gpaug.guides.base import ConjugateGuide, Own
@@ -212,7 +212,7 @@ class AutoLatentGaussian(ConjugateGuide):
             single = map_.single
             at = at.at[:, map_.left].add(0.1).at[:, map_.right].add(0.1)
         added = single.information(GaussianFactors(at, jnp.ones_like(at)))
-        return {JOINT: jax.tree.map(jnp.add, prior, added)}
+        return {JOINT: times(view.priors()[JOINT], added)}
 
     def natural_params(self, natural: dict[str, Any]) -> dict[str, Any]:
         params = super().natural_params(natural)

@@ -14,7 +14,12 @@ import numpy as np
 from jax import Array
 
 from numpyro_gpaug.gaussians import Structure
-from numpyro_gpaug.gaussians.base import GaussianFactors, drawn_white, log_density
+from numpyro_gpaug.gaussians.base import (
+    GaussianFactors,
+    drawn_white,
+    log_density,
+    times,
+)
 from numpyro_gpaug.gaussians.dense import AffineMap, NaturalGaussian
 from numpyro_gpaug.gaussians.rows import Rows
 from numpyro_gpaug.math.linalg import precise
@@ -179,8 +184,7 @@ class _Structured(NamedTuple):
         """Return natural parameters of the latents given factors."""
         factors = GaussianFactors(problem.potential, problem.precision)
         prior = self.structure.prior(problem.noise.dtype, problem.links)
-        added = self.map(problem).information(factors)
-        return jax.tree.map(jnp.add, prior.natural, added)
+        return times(prior, self.map(problem).information(factors))
 
     def pairs(self, problem: _Problem) -> tuple[Array, Array]:
         """Return pairs of predictors whose covariances follow from their rows: pairs in
@@ -390,7 +394,8 @@ class _Structured(NamedTuple):
 def _moved(natural: Any, eye: Array) -> Array:
     """Return the added precision, without that of the prior."""
     zero = natural._replace(potential=jnp.zeros_like(natural.potential))
-    return jax.vmap(lambda z: zero.moved(z[None]).potential[0])(eye)
+    product = getattr(zero, "times", lambda z: zero.moved(z).potential)
+    return jax.vmap(lambda z: product(z[None])[0])(eye)
 
 
 def _precision_of(prior: Any) -> Array:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, random
 
-from numpyro_gpaug.gaussians.base import GaussianFactors
+from numpyro_gpaug.gaussians.base import GaussianFactors, times
 from numpyro_gpaug.gaussians.dense import AffineMap, Prior
 from numpyro_gpaug.gp.conditional import Outputs
 from numpyro_gpaug.likelihoods.expectations import Route
@@ -120,8 +120,8 @@ class Part(NamedTuple):
         if isinstance(map_, AffineMap):
             return map_.draw(key, z, factors)
         # The information about differences from the current latents.
-        said = map_.information(factors, map_(z)).moved(z)
-        q = jax.tree.map(jnp.add, geometry.prior.natural, said).moments()
+        said = map_.information(factors, map_(z))
+        q = times(geometry.prior, said, z).moments()
         noise = random.normal(key, (len(z), q.rank), z.dtype)
         return q.mean + q.unwhiten(noise)
 
@@ -139,7 +139,7 @@ class Part(NamedTuple):
         fixed += (h * map_.offset - 0.5 * w * jnp.square(map_.offset)).sum()
         prior = geometry.prior
         # The prior has mean zero.
-        natural = jax.tree.map(jnp.add, prior.natural, map_.information(factors))
+        natural = times(prior, map_.information(factors))
         q = natural.moments()
         gain = prior.log_det + q.log_det.sum() + (natural.potential * q.mean).sum()
         return fixed + 0.5 * gain

@@ -21,6 +21,7 @@ from jax import Array, random
 from jax.custom_derivatives import SymbolicZero
 from jax.flatten_util import ravel_pytree
 
+from numpyro_gpaug.gaussians.base import times
 from numpyro_gpaug.gaussians.dense import Moments
 from numpyro_gpaug.gaussians.pairs import PairedMap, factors_of, observed
 from numpyro_gpaug.guides import AutoLatentGaussian
@@ -267,7 +268,7 @@ def moments_given(factors: Any, view: JointView) -> Moments:
 
 
 def _given(factors: Any, map_: Any, prior: Any) -> Any:
-    return jax.tree.map(jnp.add, prior.natural, map_.information(factors))
+    return times(prior, map_.information(factors))
 
 
 def log_factors(map_: Any, factors: Any, z: Array) -> Array:

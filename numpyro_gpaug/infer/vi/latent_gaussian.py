@@ -27,6 +27,8 @@ from numpyro_gpaug.gaussians.base import (
     rebased,
     scatter,
     selected,
+    times,
+    with_centre,
 )
 from numpyro_gpaug.gaussians.dense import AffineBlocks, afresh, kept
 from numpyro_gpaug.gaussians.pairs import factors_of, slope_changes
@@ -34,6 +36,10 @@ from numpyro_gpaug.infer.vi.differentiation import split_floats
 from numpyro_gpaug.math.arrays import STATIC
 from numpyro_gpaug.math.competition import edge_roots, laplacian_product
 from numpyro_gpaug.math.linalg import conjugate_gradients
+
+# Newton steps of means are refined at most so often, and while the last one promised
+# more than twice so many nats.
+REFINEMENTS, UNSEEN = 8, 1e-6
 
 # Natural parameters, by block.
 Natural = dict[str, Any]
@@ -353,6 +359,7 @@ class LatentGaussian:
 
         def moved(name: str) -> Any:
             mean = evaluation.moments[name].mean + steps[name]
+            # Natural parameters of several latents have no centre.
             at_zero = jnp.zeros_like(found[name].potential)
             return found[name]._replace(potential=at_zero).moved(mean)
 
@@ -510,7 +517,7 @@ class LatentGaussian:
         return total
 
     def corrections(self, evaluation: Evaluation) -> dict[str, Array]:
-        """Return Newton steps of the means, by block, refined once.
+        """Return Newton steps of the means, by block, refined while that helps.
 
         If latents compensate for each other, rounding errors of the wide directions of
         the covariance appear in its narrow directions, and a gradient that follows such
@@ -526,21 +533,31 @@ class LatentGaussian:
         if self.correlated:
             return {}
         ascents = self.ascents(evaluation)
-        steps = self.newton(evaluation, ascents)
         # With so many rows, there are only blocks of processes, whose latents do not
         # compensate each other.
         if any(isinstance(map_, AffineBlocks) for map_ in self.maps.values()):
-            return steps
-        left = {k: x + self._turn(k, evaluation, steps[k]) for k, x in ascents.items()}
-        more = self.newton(evaluation, left)
+            return self.newton(evaluation, ascents)
 
-        def refined(name: str) -> Array:
+        def refined(carry: Any) -> Any:
+            number, steps, left, before, _ = carry
+            more = self.newton(evaluation, left)
+            promise = sum((left[k] * more[k]).sum() for k in more)
             # Far from the optimum, the covariance may belong to other factors.
-            now = (ascents[name] * steps[name]).sum()
-            smaller = (left[name] * more[name]).sum() < now
-            return steps[name] + jnp.where(smaller, more[name], 0)
+            smaller = promise < before
+            steps = {k: jnp.where(smaller, x + more[k], x) for k, x in steps.items()}
+            left = {
+                k: x + self._turn(k, evaluation, steps[k]) for k, x in ascents.items()
+            }
+            return number + 1, steps, left, promise, smaller & (promise > UNSEEN)
 
-        return {name: refined(name) for name in steps}
+        def going(carry: Any) -> Array:
+            return carry[-1] & (carry[0] < REFINEMENTS)
+
+        infinite = jnp.full_like(evaluation.bound, jnp.inf)
+        zeros = jax.tree.map(jnp.zeros_like, ascents)
+        start = jnp.int32(0), zeros, ascents, infinite, jnp.array(True)
+        found: dict[str, Array] = lax.while_loop(going, refined, start)[1]
+        return found
 
     def newton(
         self, evaluation: Evaluation, ascents: dict[str, Array]
@@ -652,26 +669,29 @@ class LatentGaussian:
         least_precision: float = -jnp.inf,
     ) -> Any:
         """Return the prior of a block times its Gaussian factors; parameters as for
-        :meth:`information`."""
-        information = self.information(name, mean, at, slopes, least_precision)
-        natural, here = self.priors[name].natural, self.latents.get(name)
+        :meth:`information`.
+
+        :param mean: means of the block.
+        """
+        information = self.information(name, at, slopes, least_precision)
+        prior, here = self.priors[name], self.latents.get(name)
         if here is None:
-            return jax.tree.map(jnp.add, natural, information)
-        indices = jnp.asarray(here)
+            return times(prior, information, mean)
+        indices, natural = jnp.asarray(here), prior.natural
+        information = information.moved(selected(mean, here))
         return jax.tree.map(lambda x, new: x.at[indices].add(new), natural, information)
 
     def information(
         self,
         name: str,
-        mean: Array,
         at: Any,
         slopes: Any,
         least_precision: float = -jnp.inf,
     ) -> Any:
-        """Return the information of the data about a block, a sum over rows.
+        """Return the information of the data about deviations of a block from its
+        means, a sum over rows.
 
         :param name: the block.
-        :param mean: its means.
         :param at: its marginals.
         :param slopes: derivatives of the expected log-likelihood there.
         :param least_precision: see :meth:`target`.
@@ -680,7 +700,7 @@ class LatentGaussian:
         # A scale on the whole model multiplies likelihood and prior equally.
         scaled = jax.tree.map(lambda x: x / self.scales[name], factors)
         information = self.maps[name].information(scaled, at.mean)
-        return information.moved(selected(mean, self.latents.get(name)))
+        return with_centre(self.priors[name], information)
 
 
 def _is_correlated(prior: Any) -> bool:

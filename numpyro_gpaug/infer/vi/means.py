@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from numpyro_gpaug.gaussians.base import GaussianFactors, moved
+from numpyro_gpaug.gaussians.base import GaussianFactors
 from numpyro_gpaug.gaussians.pairs import slope_changes
 from numpyro_gpaug.infer.vi.latent_gaussian import Evaluation, LatentGaussian, Natural
 
@@ -224,8 +224,8 @@ def solved(problem: LatentGaussian, natural: Natural) -> tuple[Natural, Evaluati
     for step in problem.corrections(evaluation).values():
         mean = evaluation.moments[name].mean
         evaluation, _ = Means(problem, name, evaluation).moved(mean + step)
-        shift = evaluation.moments[name].mean - mean
-        found = moved(problem.priors[name], found, shift)
+        mean, shift = (x := evaluation.moments[name].mean), x - mean
+        found = found.centred(mean) if hasattr(found, "centre") else found.moved(shift)
     return {name: found}, evaluation
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_gpaug._numpyro import one_thread
+from numpyro_gpaug.gaussians.base import times
 from numpyro_gpaug.infer.vi.feeds import Feed, Reader, Steps
 from numpyro_gpaug.infer.vi.latent_gaussian import Natural
 from numpyro_gpaug.infer.vi.loop import stepped
@@ -116,9 +117,9 @@ def add_block(
     at = problem.evaluate(before.natural)
     found = {
         name: problem.information(
-            name, q.mean, at.marginals[name], problem.slopes_at(name, at, augmented)
+            name, at.marginals[name], problem.slopes_at(name, at, augmented)
         )
-        for name, q in at.moments.items()
+        for name in at.moments
     }
     dtype = problem.dtype
     values = {
@@ -136,8 +137,7 @@ def add_block(
     if plan.searches:
         unresolved = unresolved + problem.unresolved(at, stepper.processes)
     bound, rounding = problem.bound(value, at.divergences)
-    priors = {name: problem.priors[name].natural for name in found}
-    targets = jax.tree.map(jnp.add, priors, found)
+    targets = {k: times(problem.priors[k], found[k], means[k]) for k in found}
     valid = all_valid(plan.model, plan.structure, arguments)
     return Pass(
         before.natural, bound, rounding, value, found, pushes, means, ascents, targets,

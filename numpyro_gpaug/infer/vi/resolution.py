@@ -56,9 +56,16 @@ def displaced(natural: Any) -> Array:
 
 def _inflated_and_displaced(natural: Any, moments: Any) -> tuple[Array, Array]:
     variances, eps = moments.variances, _eps(natural)
-    moved = jnp.square(eps * natural.potential) * variances / 2
+    moved = jnp.square(eps * _potential(natural)) * variances / 2
     own = getattr(natural, "inflation", None)
     return own(variances) if own else natural.diagonal * variances, moved
+
+
+def _potential(natural: Any) -> Array:
+    """Return potentials of latents, not of deviations from a centre, (..., M)."""
+    if not hasattr(natural, "centre"):
+        return natural.potential
+    return natural.potential + natural.times(natural.centre)
 
 
 def _eps(natural: Any) -> float:
@@ -160,7 +167,7 @@ def _far(figures: dict[str, Any], natural: Natural, structure: Structure) -> str
     :param figures: errors by block and latent; the largest are named.
     """
     far = max(
-        float((jnp.abs(x.potential) / jnp.sqrt(x.diagonal)).max())
+        float((jnp.abs(_potential(x)) / jnp.sqrt(x.diagonal)).max())
         for x in natural.values()
     )
     return (

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from numpyro_gpaug.gaussians.base import scatter, selected
+from numpyro_gpaug.gaussians.base import centred, scatter, selected
 from numpyro_gpaug.infer.vi.latent_gaussian import (
     Evaluation,
     LatentGaussian,
@@ -112,8 +112,9 @@ def damped_sweep(
         largest = jnp.maximum(largest, taken)
         return scatter(natural, index, new), evaluation, largest
 
-    for name, old in natural.items():
+    for name, known in natural.items():
         whole = problem.target(name, evaluation, augmented, least_precision=0.0)
+        old = centred(known, whole)
         direction = jax.tree.map(jnp.subtract, whole, old)
         size, schedules[name] = schedule.next(schedules[name], step, direction)
         if name in problem.coupled:
@@ -269,21 +270,22 @@ def backtracked_update(
     :return: natural parameters and evaluation after the step (unchanged if no step
         raised the bound), and the next step size to try.
     """
-    old = selected(natural[name], index)
 
-    def towards(evaluation: Evaluation) -> tuple[Any, Array, Place]:
+    def towards(search: _Search) -> tuple[Any, Any, Array, Place]:
+        evaluation = search.evaluation
         target = problem.target(name, evaluation, augmented, index)
         floor = evaluation.bound - evaluation.slack
-        return target, floor, problem.place(name, evaluation)
+        origin = problem.place(name, evaluation)
+        return centred(search.old, target), target, floor, origin
 
     def refused(search: _Search) -> Array:
         return ~search.accepted
 
     def attempt(search: _Search) -> _Search:
         tries, latest = search.tries, search.evaluation
-        target, floor, origin = problem.loops.cond(
-            tries == 0, lambda: towards(latest),
-            lambda: (search.target, search.floor, search.origin),
+        old, target, floor, origin = problem.loops.cond(
+            tries == 0, lambda: towards(search),
+            lambda: (search.old, search.target, search.floor, search.origin),
         )  # fmt: skip
         # The last attempt has size zero, and is accepted, because no bound exceeds NaN.
         last = (tries == MAX_HALVINGS) | ((tries == 0) & jnp.isnan(floor))
@@ -295,7 +297,7 @@ def backtracked_update(
         slopes = problem.slopes_between(name, origin, problem.place(name, outcome))
         accepted = last | ((tries >= 0) & _rises(outcome, floor, *slopes))
         return _Search(
-            tries + 1, accepted, target, floor, origin, slopes, candidate, outcome
+            tries + 1, accepted, old, target, floor, origin, slopes, candidate, outcome
         )
 
     def halved(tries: Array) -> Array:
@@ -303,9 +305,10 @@ def backtracked_update(
 
     tries = jnp.where(fresh, jnp.int32(-1), jnp.int32(0))
     bound, origin = evaluation.bound, problem.place(name, evaluation)
+    old = selected(natural[name], index)
     flat = jnp.zeros_like(bound)
     start = _Search(
-        tries, jnp.array(False), old, bound, origin, (flat, flat), old, evaluation
+        tries, jnp.array(False), old, old, bound, origin, (flat, flat), old, evaluation
     )
     found = problem.loops.while_loop(refused, attempt, start)
     moved = scatter(natural[name], index, found.natural)
@@ -334,6 +337,7 @@ def _rises(outcome: Evaluation, floor: Array, before: Array, after: Array) -> Ar
 class _Search(NamedTuple):
     tries: Array
     accepted: Array
+    old: Any
     target: Any
     floor: Array
     origin: Place
