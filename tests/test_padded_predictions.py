@@ -241,6 +241,14 @@ def test_rows_that_depend_on_one_another_are_left_out_one_by_one() -> None:
     assert posterior.leave_one_out(x, y).mean.shape == (20,)
 
 
+def test_independent_rows_with_observations_need_no_check(monkeypatch) -> None:
+    x, y = X[:20], X[:20, 0]
+    posterior = unfitted(added(lambda x: 2 * x), x, y)
+    monkeypatch.setattr(calls, "MAX_DENSE", 19)
+    monkeypatch.setattr(calls, "_check_mixed", None)
+    assert posterior.log_prob(x, y, batch_size=8).shape == (20,)
+
+
 @pytest.mark.parametrize(
     "by_rows",
     [

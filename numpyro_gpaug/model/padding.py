@@ -136,9 +136,11 @@ class Padding:
         :return: ``added``, with the axes of deterministic sites; ``None`` without a
             proof.
         """
-        # With weights, so that it is the same program except for the number of rows.
+        # Added rows have weights, in both programs. No rows are added to a block.
         few = arguments.with_rows(added._replace(size=num))
         more = arguments.with_rows(added)
+        if blocks:
+            few, more = few.counting_all(), more.counting_all()
         try:
             first = self._trace(few)
             other = from_cache(self._traced, more.shapes, lambda: self._trace(more))
@@ -175,7 +177,8 @@ class Padding:
                 if drawn and (site["is_observed"] or name in self._data):
                     shapes = site["fn"].batch_shape, site["fn"].event_shape
                     scale = getattr(site["scale"], "shape", ())
-                    weights = scale if site["is_observed"] else None
+                    weighted = site["is_observed"] and given.static[-1] is not None
+                    weights = scale if weighted else None
                     sites[name] = _SiteShapes(*shapes, weights)
                 if site["type"] == "plate":
                     chosen = site.get("infer", {}).get("subsample_size")
@@ -193,8 +196,8 @@ class Padding:
 
 
 class _SiteShapes(NamedTuple):
-    """Shapes of an observed site's distribution, and of its weights; ``None`` where it
-    is not observed."""
+    """Shapes of an observed site's distribution, and of its weights; ``None`` without
+    weights."""
 
     batch: Shape
     event: Shape
