@@ -40,7 +40,7 @@ def model(X, members, *, inducing, num_drawn):
 
     num_classes = len(members.rows)
     kernel = gpaug.kernels.SquaredExponential(1.0, 4.0)
-    mean = -float(np.log(num_classes))
+    mean = -float(np.log(num_classes)) - 2.0
     gp = gpaug.GaussianProcess("f", kernel, inducing, mean, num_latents=num_classes)
     batch = members.draw(num_drawn)
     f = gp(X[batch.rows], latents=batch.classes)

@@ -22,8 +22,9 @@ class LogisticSoftmax(Classes):
     ``Categorical(logits=log_sigmoid(f))``.
 
     The numerator is at most one. With many classes, latents with mean zero therefore
-    keep all probabilities near ``1 / C``, for any data: pass ``mean=-log(C)`` to their
-    process.
+    keep all probabilities near ``1 / C``, for any data. Give their process a mean of
+    ``-log(C) - variance / 2`` or less: the sum over classes is then about one in the
+    prior. Far below that the distribution is a softmax. Bounds compare means.
 
     :param logits: latents, (..., C) with C >= 2.
     :raises ValueError: if ``logits`` has no class axis, or fewer than two classes.

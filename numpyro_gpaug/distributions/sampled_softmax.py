@@ -32,7 +32,7 @@ class SampledLogisticSoftmax(Distribution):
     The value is the position of the observation's class among the drawn classes.
     :class:`numpyro_gpaug.multilabel.ClassMembers` draws classes and data. Predict the
     latents of all classes with :class:`~numpyro_gpaug.LogisticSoftmax`, which explains
-    why their process needs ``mean=-log(C)``.
+    why their process needs a mean below zero.
 
     :param logits: latents of the drawn classes, (..., K).
     :param num_classes: the number C of all classes.
