@@ -345,6 +345,25 @@ def test_an_evaluation_takes_transitions_from_the_model():
     np.testing.assert_allclose(other, svi.evaluate(state, *given), rtol=1e-4)
 
 
+def test_the_deviation_of_a_level_beside_a_process():
+    """Its precision is a small difference of sums over equal terms."""
+
+    def model(t, y=None):
+        level = numpyro.sample("level", dist.Normal(0, 100))
+        f = gpaug.GaussianProcess("f", kernels.Matern32(2.6, 7.0), markov=True)(t)
+        with numpyro.plate("data", len(t)):
+            numpyro.sample("y", dist.Normal(level + f, 0.03), obs=y)
+
+    t = np.arange(1000.0)
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
+    fit = svi.run(jax.random.key(0), 2, t, np.sin(t / 9), progress_bar=False)
+    distance = np.sqrt(3) * abs(t[:, None] - t) / 2.6
+    covariance = 7 * (1 + distance) * np.exp(-distance) + 0.03**2 * np.eye(1000)
+    precision = np.linalg.solve(covariance, np.ones(1000)).sum() + 1e-4
+    found = svi.posterior(fit)["level"].variance
+    np.testing.assert_allclose(found * precision, 1, atol=0.1)
+
+
 def test_plain_numpyro_has_the_density_of_independent_numbers():
     t, y = (jnp.asarray(x[:10], jnp.float32) for x in (T, REAL))
 

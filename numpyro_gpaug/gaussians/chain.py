@@ -298,26 +298,53 @@ class ChainNatural(NamedTuple):
         else:
             gain, kept = _correlated(links, whitener, so_far)
         own, corner = layout.split(self.potential)
-        ahead = jnp.concatenate([own[0][..., None], self.border[0]], -1)
-        ahead = _ahead(gain, ahead.reshape(*along, -1))
-        ahead = ahead.reshape(*self.groups.shape[:3], -1)
-        q = GroupNatural(
-            layout.joined(ahead[..., 0], corner),
-            self.groups, ahead[..., 1:], self.corner, jnp.zeros_like(self.centre),
-        ).moments(inverse.reshape(self.groups.shape))  # fmt: skip
-        own, corner = layout.split(q.mean)
-        back = jnp.concatenate([own[0][..., None], q.cross[0]], -1)
-        back = back.reshape(*along, -1)
+        columns = jnp.concatenate([own[0][..., None], self.border[0]], -1)
+        ahead = _ahead(gain, columns.reshape(*along, -1))
+        alone = small.product(covariance, ahead)
+        solved = _back(gain, alone)
+        border = linalg.inverse_cholesky(self._schur(solved, alone, kept)[None])
+        flat = solved.reshape(layout.groups * layout.each, -1)
+        told = linalg.precise(jnp.vecmat)(own.reshape(1, -1), flat[:, 1:])
+        corner = jnp.vecmat(jnp.matvec(border, corner - told), border)
+        # The mean and the cross gain are combinations of the solutions.
+        turn = jnp.concatenate([-corner.T, border[0].T], -1)
+        turn = jnp.concatenate([jnp.eye(1, 1 + len(turn), dtype=turn.dtype), turn])
+        back = small.product(solved, turn).reshape(*self.groups.shape[:3], -1)
         if kept is not None:
-            kept = jnp.concatenate([kept, back], -1)[None]
-        back = _back(gain, back)
-        back = back.reshape(*self.groups.shape[:3], -1)
+            kept = jnp.concatenate([kept, small.product(alone, turn)], -1)[None]
         covariance = linear(congruent, gain, covariance, reverse=True)
         roots = _roots(covariance, whitener).reshape(self.groups.shape)
         mean = self.centre + layout.joined(back[..., 0], corner)
+        inverse = inverse.reshape(self.groups.shape)
         return ChainMoments(
-            mean, q.inverse, gain[None], roots, back[..., 1:], q.whitener, kept
+            mean, inverse, gain[None], roots, back[..., 1:], border, kept
         )
+
+    def _schur(self, solved: Array, alone: Array, kept: Array | None) -> Array:
+        """Return the precision of the border, (K, K).
+
+        It is ``C - B' Y`` with ``Y = M^-1 B``: a small difference, if steps can imitate
+        a number of the border, such as a level. As the minimum over Y of ``C - B' Y -
+        Y' B + Y' W Y + e' e``, with the white noise e of the steps Y, its error is of
+        second order in the errors of Y.
+
+        :param solved: solutions for the potential and Y, (chains, steps, R, 1 + K).
+        :param alone: the parts of them that do not come from the next step.
+        :param kept: see :class:`ChainMoments`.
+        """
+        links, whitener = split(self.links[0])
+        steps, (_, groups, each, width) = solved[..., 1:], self.border.shape
+        if kept is None or whitener is None:
+            noise = white_along(self.links[0], steps)
+        else:
+            lost = kept[..., : links.shape[-1]]
+            noise = _noise(links, whitener, lost, steps, alone[..., 1:])
+        weighed = small.product(self.groups.reshape(links.shape), steps)
+        weighed = weighed - 2 * self.border.reshape(steps.shape)
+        pairs = jnp.stack([steps, noise]), jnp.stack([weighed, noise])
+        flat = (x.reshape(2 * groups * each, width) for x in pairs)
+        total = linalg.sum_of_products(*flat)
+        return self.corner[0] + (total + total.T) / 2
 
     def moved(self, z: Array) -> ChainNatural:
         """Return the natural parameters of latents, given those of their deviations
@@ -431,10 +458,8 @@ class ChainPrior:
         else:
             assert q.kept is not None
             alone = q.kept[0][..., 2 * links.shape[-1] :]
-            first, apart = (
-                small.product(white[:, 0], first),
-                self._apart(q, known, alone),
-            )
+            first = small.product(white[:, 0], first)
+            apart = _noise(links, white, lost, known, alone)[:, 1:]
             lost = small.product(step_after(white), lost)
         spread = small.product(step_after(roots), lost.mT)
         own = small.product(inverse, _ahead_of(links, white).mT)
@@ -479,8 +504,7 @@ class ChainPrior:
         # then does not compute.
         along = _back(q.gain[0], alone)
         corner = q.mean[0, steps:, None] + q.whitener[0].T @ rest
-        first = small.product(whitener[:, :1], along[:, :1])
-        white = jnp.concatenate([first, self._apart(q, along, alone)], 1)
+        white = _noise(links, whitener, self._lost(q), along, alone)
         return jnp.concatenate([white.reshape(-1, len(noise)), corner]).T
 
     def white_mean(self, q: ChainMoments) -> Array:
@@ -493,22 +517,8 @@ class ChainPrior:
         steps, corner = self.structure.layout.split(q.mean)
         along = steps[0].reshape(*links.shape[:3], 1)
         alone = q.kept[0][..., 2 * links.shape[-1] :][..., :1]
-        first = small.product(whitener[:, :1], along[:, :1])
-        white = jnp.concatenate([first, self._apart(q, along, alone)], 1)
+        white = _noise(links, whitener, self._lost(q), along, alone)
         return self.structure.layout.joined(white.reshape(steps.shape), corner)
-
-    def _apart(self, q: ChainMoments, known: Array, alone: Array) -> Array:
-        """Return the white noise of all steps but the first, if the noise has
-        covariances of its own.
-
-        :param known: numbers of the steps, (chains, steps, R, n).
-        :param alone: the parts of them that do not come from the next step.
-        """
-        links, white = split(self.links)
-        assert white is not None
-        ahead = small.product(self._lost(q)[:, :-1], known[:, 1:])
-        apart = ahead - small.product(links[:, 1:], alone[:, :-1])
-        return small.product(white[:, 1:], apart)
 
     @property
     def _log_noise(self) -> Any:
@@ -668,6 +678,22 @@ def _correlated(links: Array, whitener: Array, so_far: Array) -> tuple[Array, Ar
     ahead = step_after(links)
     gain = small.product(small.product(known, ahead.mT), step_after(next_))
     return gain, jnp.concatenate([lost, ahead], -1)
+
+
+def _noise(
+    links: Array, whitener: Array, lost: Array, along: Array, alone: Array
+) -> Array:
+    """Return the standard normal numbers behind numbers of steps, without their small
+    difference from what the steps before make them, if the noise has covariances of its
+    own.
+
+    :param lost: ``I - A_{t+1} G_t``, (chains, steps, R, R).
+    :param along: the numbers, (chains, steps, R, n).
+    :param alone: the parts of them that do not come from the next step.
+    """
+    ahead = small.product(lost[:, :-1], along[:, 1:])
+    apart = ahead - small.product(links[:, 1:], alone[:, :-1])
+    return small.product(whitener, jnp.concatenate([along[:, :1], apart], 1))
 
 
 def _eye(matrices: Array) -> Array:

@@ -216,7 +216,7 @@ class GroupNatural(NamedTuple):
             inverse = small.inverse_cholesky(self.groups)
         half = small.product(inverse, self.border)
         flat = half.reshape(1, groups * each, size)
-        schur = self.corner - flat.mT @ flat
+        schur = self.corner - linalg.sum_of_products(flat[0], flat[0])
         whitener = linalg.inverse_cholesky(schur)
         own, corner = self.layout.split(self.potential)
         white = small.product(inverse, own[..., None])[..., 0]
@@ -491,7 +491,7 @@ def _with_rows(sums: _Sums, part: tuple[Rows, Rows, Array]) -> _Sums:
     return _Sums(
         sums.groups.at[group].add(outer * right.own[:, None]),
         border,
-        sums.dense + (left.dense * weights[:, None]).T @ right.dense,
+        sums.dense + linalg.sum_of_products(left.dense * weights[:, None], right.dense),
         mixed,
         single,
     )

@@ -124,6 +124,22 @@ def matvec(matrix: Array, vector: Array) -> Array:
     return jnp.einsum("...ij,...j->...i", matrix, vector)
 
 
+@precise
+def sum_of_products(left: Array, right: Array) -> Array:
+    """Return ``left' right`` of very many rows (n, K) and (n, L), (K, L).
+
+    It is a sum of sums over blocks: equal terms are rounded in the same direction, and
+    the error of one long sum, as of the weights of all data about a level, would be as
+    many roundings as there are rows.
+    """
+    number, width = left.shape
+    size = max(1, min(number, max(math.isqrt(number), width)))
+    count = -(-number // size)
+    padded = (jnp.pad(x, [(0, count * size - number), (0, 0)]) for x in (left, right))
+    blocks, others = (x.reshape(count, size, x.shape[-1]) for x in padded)
+    return (blocks.mT @ others).sum(0)
+
+
 def default_jitter(size: int, dtype: np.dtype | type) -> float:
     """Return the default jitter, relative to the mean of the diagonal.
 
