@@ -341,9 +341,11 @@ class ChainNatural(NamedTuple):
             noise = _noise(links, whitener, lost, steps, alone[..., 1:])
         weighed = small.product(self.groups.reshape(links.shape), steps)
         weighed = weighed - 2 * self.border.reshape(steps.shape)
-        pairs = jnp.stack([steps, noise]), jnp.stack([weighed, noise])
-        flat = (x.reshape(2 * groups * each, width) for x in pairs)
-        total = linalg.sum_of_products(*flat)
+        steps, noise, weighed = (
+            x.reshape(groups * each, width) for x in (steps, noise, weighed)
+        )
+        total = linalg.sum_of_products(steps, weighed)
+        total += linalg.sum_of_products(noise, noise)
         return self.corner[0] + (total + total.T) / 2
 
     def moved(self, z: Array) -> ChainNatural:
