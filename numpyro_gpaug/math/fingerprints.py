@@ -39,29 +39,16 @@ def fingerprint(arrays: Iterable[Any]) -> np.uint32:
 def checksum(flat: Array) -> Array:
     """Return the sum of absolute values, and two sums relative to it: entries of either
     sign may nearly cancel, and leave the rounding of the sum."""
-    return _relative(_sums(flat))
+    waves = jnp.cos(jnp.arange(flat.size, dtype=flat.dtype))
+    size = jnp.abs(flat).sum()
+    parts = jnp.stack([flat.sum(), (flat * waves).sum()])
+    return jnp.append(parts / jnp.where(size > 0, size, 1), size)
 
 
 def checksums(tree: Any) -> Array:
     """Return the :func:`checksum` of each array, with its size, (arrays, 4)."""
-    leaves = jax.tree.leaves(tree)
-    sizes = np.array([[np.size(x)] for x in leaves], float)
-    found = _relative(jnp.stack([_sums(x) for x in leaves]))
-    return jnp.concatenate([found, jnp.asarray(sizes, found.dtype)], 1)
-
-
-# Both are traced once for each shape.
-@jax.jit
-def _sums(array: Array) -> Array:
-    flat = jnp.ravel(array)
-    waves = jnp.cos(jnp.arange(flat.size, dtype=flat.dtype))
-    return jnp.stack([flat.sum(), (flat * waves).sum(), jnp.abs(flat).sum()])
-
-
-@jax.jit
-def _relative(sums: Array) -> Array:
-    size = sums[..., 2:]
-    return jnp.concatenate([sums[..., :2] / jnp.where(size > 0, size, 1), size], -1)
+    flat = [jnp.ravel(x) for x in jax.tree.leaves(tree)]
+    return jnp.stack([jnp.append(checksum(x), x.size) for x in flat])
 
 
 @jax.jit
