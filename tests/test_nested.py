@@ -25,11 +25,7 @@ from numpyro_gpaug.infer.nested.drawer import Drawer, Points
 from numpyro_gpaug.infer.nested.draws import best_width
 from numpyro_gpaug.infer.nested.hyperparameters import Hyperparameters
 from numpyro_gpaug.infer.nested.known import Known
-from numpyro_gpaug.infer.nested.latent_modes import (
-    Searched,
-    _is_concave,
-    _is_log_concave,
-)
+from numpyro_gpaug.infer.nested.latent_modes import Searched, _is_concave
 from numpyro_gpaug.infer.nested.mirrors import mirrored
 from numpyro_gpaug.infer.nested.programs import Evaluated
 from numpyro_gpaug.infer.nested.proposal import Mode, Proposal, StudentT, tempered
@@ -39,7 +35,6 @@ from numpyro_gpaug.infer.nested.weighted import Weighted
 from numpyro_gpaug.math.importance import compensated_sum, smoothed
 from numpyro_gpaug.math.threads import threads_for
 from numpyro_gpaug.model.arguments import Arguments
-from numpyro_gpaug.model.structure import Observed
 from numpyro_gpaug.predict import summary
 from numpyro_gpaug.predict.mixture import Members
 from tests.conftest import compilations, enable_x64, slow
@@ -617,17 +612,6 @@ def test_what_was_looked_for_is_said(modes, drawn):
     assert ("no second mode" in searched.said) == (modes == 1)
     assert "by 20 searches" in searched.said
     assert not Searched(concave=True).said
-
-
-@pytest.mark.parametrize("precision", [0.0, -0.1])
-def test_one_exponential_is_concave_where_it_curves_down(precision):
-    structure = SimpleNamespace(observed=(Observed("y", one_exponential=True),))
-    factors = SimpleNamespace(precision=np.array([[1.0, precision]]))
-    drawer = SimpleNamespace(
-        programs=SimpleNamespace(structure=structure),
-        found=lambda point: SimpleNamespace(factors=factors),
-    )
-    assert _is_log_concave(drawer, np.zeros(1)) == (precision == 0)
 
 
 def test_terms_are_concave_or_not():

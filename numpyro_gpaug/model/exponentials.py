@@ -17,7 +17,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from math import inf, nan
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -160,14 +159,10 @@ def expectation(found: Frontier, numbers: Any, mean: Array, variance: Array) -> 
     :param variance: the variance of the root.
     :raises NoFormError: if a density is not a sum of this kind.
     """
-    outputs = _densities(found, numbers, mean, variance)
+    zero, one = jnp.zeros_like(mean), jnp.ones_like(mean)
+    root = ExponentialSum((zero, one), (), mean, variance)
+    outputs = found.density(numbers, [root], _after)
     return sum((jnp.sum(_expected(x)) for x in outputs), jnp.zeros((), mean.dtype))
-
-
-def _densities(found: Frontier, numbers: Any, mean: Array, variance: Array) -> Any:
-    """Return sums, expectations and other arrays; see :func:`expectation`."""
-    root = (jnp.zeros_like(mean), jnp.ones_like(mean))
-    return found.density(numbers, [ExponentialSum(root, (), mean, variance)], _after)
 
 
 def _expected(x: Any) -> Any:
@@ -176,28 +171,27 @@ def _expected(x: Any) -> Any:
     return x.value if isinstance(x, Expected) else x
 
 
-def num_exponentials(found: Frontier, avals: list[Any]) -> float:
-    """Return the largest number of exponentials in one of a frontier's densities:
-    infinite if it is unknown, NaN if :func:`expectation` does not support them.
+def has_form(found: Frontier, avals: list[Any]) -> bool:
+    """Whether :func:`expectation` supports a frontier's densities.
 
     :param found: the frontier.
     :param avals: shapes of the program's variables.
     """
     if len(found.roots) != 1:
-        return nan
+        return False
     shapes = [
         jax.ShapeDtypeStruct(avals[x].shape, avals[x].dtype)
         for x in (*found.fixed, found.roots[0])
     ]
     try:
-        outputs = jax.eval_shape(
-            lambda numbers, m: _densities(found, numbers, m, m), shapes[:-1], shapes[-1]
+        jax.eval_shape(
+            lambda numbers, m: expectation(found, numbers, m, m),
+            shapes[:-1],
+            shapes[-1],
         )
     except NoFormError:
-        return nan
-    sums = [x for x in outputs if isinstance(x, ExponentialSum)]
-    unknown = any(isinstance(x, Expected) for x in outputs)
-    return max((len(x.terms) for x in sums), default=0) + (inf if unknown else 0)
+        return False
+    return True
 
 
 def _after(eqn: Any, operands: list[Any]) -> list[Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
-from math import isnan, nan, prod
+from math import prod
 from typing import Any
 
 import jax
@@ -30,7 +30,7 @@ from numpyro_gpaug.math.arrays import is_traced
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.correlated_data import correlated_axes
 from numpyro_gpaug.model.costs import FEWEST_NODES, FIT, MAX_DENSE, Purpose
-from numpyro_gpaug.model.exponentials import num_exponentials
+from numpyro_gpaug.model.exponentials import has_form
 from numpyro_gpaug.model.forms import Queries, find_form, find_sparse, refuse_large
 from numpyro_gpaug.model.frontier import frontier, separation, single_inputs
 from numpyro_gpaug.model.gaussians import Field
@@ -248,12 +248,11 @@ class Reading:
         num, reason = len(found.roots), self._mixed_residual(found.roots)
         for eqn in [e for e, *_ in found.rest if has_other_derivative(e)][:1]:
             reason = f"{called_name(eqn)}{source_of(eqn)}{_OTHER_DERIVATIVE}"
-        exponentials = nan if reason else num_exponentials(found, program.avals)
+        form = reason is None and has_form(found, program.avals)
         return Observed(
             name, tuple(f"predictor {i}" for i in range(num)), ((),) * num,
-            Route.GAUSS_HERMITE if isnan(exponentials) else Route.EXPONENTIAL,
-            reason=reason, factor=cls is dist.Unit, columns=apart.columns,
-            indexed=apart.indexed, one_exponential=exponentials <= 1,
+            Route.EXPONENTIAL if form else Route.GAUSS_HERMITE, reason=reason,
+            factor=cls is dist.Unit, columns=apart.columns, indexed=apart.indexed,
         )  # fmt: skip
 
 

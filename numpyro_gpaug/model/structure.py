@@ -62,8 +62,6 @@ class Observed(NamedTuple):
     :param processes: Gaussian processes the site depends on.
     :param augmented: whether its likelihood has an augmentation.
     :param log_concave: whether it is known to be log-concave in its latents.
-    :param one_exponential: whether it is affine in its predictor and one exponential of
-        it: concave everywhere, if its second derivative is at most zero anywhere.
     :param reason: why the site has no closed-form update, ``None`` if it has.
     :param factor: whether it is a :func:`numpyro.factor`, a term of the density that
         observes nothing.
@@ -86,7 +84,6 @@ class Observed(NamedTuple):
     correlated: int = 0
     columns: int | None = None
     indexed: bool = False
-    one_exponential: bool = False
 
     @property
     def predictors(self) -> tuple[str, ...]:

@@ -64,7 +64,7 @@ def searched(drawer: Drawer, point: np.ndarray, rng: np.random.Generator) -> Sea
     """
     programs, data = drawer.programs, drawer.data
     structure = programs.structure
-    if not structure.size or _is_log_concave(drawer, point):
+    if not structure.size or all(s.log_concave for s in structure.observed):
         return Searched(concave=True)
     concave, along = _along_lines(drawer, point, rng)
     if concave:
@@ -86,16 +86,6 @@ def searched(drawer: Drawer, point: np.ndarray, rng: np.random.Generator) -> Sea
     if len(kept) > 1 or kept[0] is not found[0]:
         drawer.draw_from(point, [(m.factors, m.bound) for m in kept[:MOST]])
     return Searched(False, number, len(kept))
-
-
-def _is_log_concave(drawer: Drawer, point: np.ndarray) -> bool:
-    """Whether all data are known to be log-concave in the latents."""
-    observed = drawer.programs.structure.observed
-    if not all(s.log_concave or s.one_exponential for s in observed):
-        return False
-    # Minus the expectations of second derivatives.
-    precision = drawer.found(point).factors.precision
-    return bool((np.asarray(precision) >= 0).all())
 
 
 class _Mode(NamedTuple):
