@@ -213,10 +213,8 @@ def test_what_looks_at_several_groups_is_refused(monkeypatch):
     assert "40 groups of 2 (a, b)" in repr(guide)
     with pytest.raises(gpaug.NotConjugateError, match="data depend on several groups"):
         svi.run(jax.random.key(0), 2, GROUP, GROUP[::-1], REAL, progress_bar=False)
-    state, evaluate = (
-        svi.init(jax.random.key(0), GROUP, GROUP, REAL),
-        jax.jit(svi.evaluate),
-    )
+    state = svi.init(jax.random.key(0), GROUP, GROUP, REAL)
+    evaluate = jax.jit(svi.evaluate)
     found = [evaluate(state, x, y, REAL) for x, y in (
         (GROUP, GROUP), (GROUP, GROUP[::-1]), (GROUP + 40, GROUP + 40),
     )]  # fmt: skip

@@ -21,10 +21,10 @@ class LogisticSoftmax(Classes):
     makes it Gaussian in the latents. ``LogisticSoftmax(f)`` equals
     ``Categorical(logits=log_sigmoid(f))``.
 
-    The numerator is at most one. With many classes, latents with mean zero therefore
-    keep all probabilities near ``1 / C``, for any data. Give their process a mean of
-    ``-log(C) - variance / 2`` or less: the sum over classes is then about one in the
-    prior. Far below that the distribution is a softmax. Bounds compare means.
+    The numerator is at most one. Among many latents around zero no probability is much
+    above ``2 / C``. Give the process of very many classes a mean of ``-log(C) -
+    variance / 2`` or less: the sum over classes is then about one in the prior. Far
+    below that the distribution is a softmax. Bounds compare means.
 
     :param logits: latents, (..., C) with C >= 2.
     :raises ValueError: if ``logits`` has no class axis, or fewer than two classes.

@@ -200,20 +200,16 @@ class GroupNatural(NamedTuple):
         groups, each, corner = self.border.shape[1:]
         return Layout(groups, each, corner)
 
-    def moments(self, inverse: Array | None = None) -> GroupMoments:
+    def moments(self) -> GroupMoments:
         """Return mean and factors of the covariance; NaN where the precision is not
         positive definite.
 
         ``S`` is a difference, but its eigenvalues are at least those of the prior's
         precision. The relative loss to rounding is at most the ratio of the groups'
         information to the prior's, times the precision of the dtype.
-
-        :param inverse: inverse Cholesky factors of the groups' precisions, if these are
-            known more accurately than their product.
         """
         groups, each, size = self.border.shape[1:]
-        if inverse is None:
-            inverse = small.inverse_cholesky(self.groups)
+        inverse = small.inverse_cholesky(self.groups)
         half = small.product(inverse, self.border)
         flat = half.reshape(1, groups * each, size)
         schur = self.corner - linalg.sum_of_products(flat[0], flat[0])

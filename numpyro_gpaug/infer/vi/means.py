@@ -222,10 +222,11 @@ def solved(problem: LatentGaussian, natural: Natural) -> tuple[Natural, Evaluati
     found = problem.aim(name, start, at, slopes)
     evaluation = problem.evaluate({name: found})
     for step in problem.corrections(evaluation).values():
+        before = evaluation.moments[name].mean
+        evaluation, _ = Means(problem, name, evaluation).moved(before + step)
         mean = evaluation.moments[name].mean
-        evaluation, _ = Means(problem, name, evaluation).moved(mean + step)
-        mean, shift = (x := evaluation.moments[name].mean), x - mean
-        found = found.centred(mean) if hasattr(found, "centre") else found.moved(shift)
+        has_centre = hasattr(found, "centre")
+        found = found.centred(mean) if has_centre else found.moved(mean - before)
     return {name: found}, evaluation
 
 
