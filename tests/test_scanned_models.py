@@ -199,6 +199,13 @@ def test_a_scan_is_parted_into_what_is_affine_and_the_rest():
         np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
+def test_a_scan_over_a_call_that_vmap_scans_stays_whole():
+    """A Cholesky factorisation of each of several matrices is such a scan."""
+    call = jax.vmap(jax.custom_batching.sequential_vmap(jnp.exp))
+    program = Program(lambda values: call(values["z"]), {"z": jnp.ones(3)})
+    assert program.makers[program.outputs.variable].eqn.primitive.name == "scan"
+
+
 def test_what_is_carried_is_affine():
     def growing(y=None):
         _, x = scan(
