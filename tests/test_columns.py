@@ -170,6 +170,15 @@ def test_summaries_have_labels_and_predictions_take_them(tmp_path) -> None:
     assert found.draws.shape == (1000, 2)
     loss = svi.evaluate(fit.state, *columns, TABLE["count"])
     np.testing.assert_allclose(loss, fit.losses[-1], rtol=0.1)
+    # A state has no labels: codes are those of the fit.
+    columns[1] = TABLE["herd"].cat.reorder_categories(["west", "north", "east"])
+    assert svi.evaluate(fit.state, *columns, TABLE["count"]) == loss
+    again = svi.posterior(fit.params, *columns, TABLE["count"])
+    assert list(again.summary().index) == rows
+    state = svi.init(KEY, *columns, TABLE["count"])
+    with pytest.raises(ValueError, match="herd: fits of this .* different labels"):
+        svi.update(state, *columns, TABLE["count"])
+    columns[1] = TABLE["herd"]
     tree = gpaug.diagnostics.to_datatree(
         KEY, model, svi.guide, fit.params, *columns, TABLE["count"], num_samples=4
     )

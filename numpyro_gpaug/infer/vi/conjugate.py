@@ -215,6 +215,8 @@ class ConjugateSVI(RunsModel, NotPickled, instead=_UNPICKLED):
             optim, updates, step_size, hyper_steps, hyper_every, m_step
         )
         self._mesh = rows_mesh(mesh, ())
+        # By argument, all labels with which fits began.
+        self._labels: dict[str, set[tuple[str, ...]]] = {}
         super().__init__(model)
 
     @one_thread
@@ -222,6 +224,29 @@ class ConjugateSVI(RunsModel, NotPickled, instead=_UNPICKLED):
         given = self.model, self.guide
         self._checked = CheckedData(*given, self._mesh)
         self._programs = Programs(*given, self.settings, self._mesh)
+
+    def _read(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, begins: bool = False
+    ) -> Columns:
+        """Read the model's arguments. A state and params have no labels, so codes are
+        those of the fit that made them.
+
+        :param begins: whether a fit begins with these arguments.
+        :raises ValueError: if fits with different labels may have made them.
+        """
+        known = {} if begins else {k: max(x) for k, x in self._labels.items()}
+        found = Columns.read(self.model, args, kwargs, known)
+        for name, labels in found.labels.items():
+            seen = self._labels.setdefault(name, set())
+            seen.add(labels)
+            if not begins and len(seen) > 1:
+                what = name.replace(".columns", ", the columns")
+                raise ValueError(
+                    f"{what}: fits of this ConjugateSVI had different labels, and a "
+                    "state or params do not state theirs. Create one ConjugateSVI for "
+                    "each set of labels"
+                )
+        return found
 
     # -- the interface of SVI ---------------------------------------------------------
 
@@ -245,7 +270,7 @@ class ConjugateSVI(RunsModel, NotPickled, instead=_UNPICKLED):
             the likelihood's support.
         """
         check_key(rng_key)
-        args, kwargs, _ = Columns.read(self.model, args, kwargs)
+        args, kwargs, _ = self._read(args, kwargs, begins=True)
         check_shards((args, kwargs))
         given = RunArguments.split(self._mesh, *partitioned((args, kwargs)))
         arguments = self._programs.check(given, begins=True).on(self._mesh)
@@ -272,7 +297,7 @@ class ConjugateSVI(RunsModel, NotPickled, instead=_UNPICKLED):
             the guide was set up for, make both NaN.
         :raises ValueError: as :meth:`init` does, unless state or data are traced.
         """
-        args, kwargs, _ = Columns.read(self.model, args, kwargs)
+        args, kwargs, _ = self._read(args, kwargs)
         arguments, data, valid = self._checked(state, *partitioned((args, kwargs)))
         self._programs.keep_up()
         plan = self._programs.plan_at(arguments, state)
@@ -286,7 +311,7 @@ class ConjugateSVI(RunsModel, NotPickled, instead=_UNPICKLED):
     def evaluate(self, state: ConjugateState, *args: Any, **kwargs: Any) -> Array:
         """Return the loss (minus the bound) of a state on these data; NaN as for
         :meth:`update`."""
-        args, kwargs, _ = Columns.read(self.model, args, kwargs)
+        args, kwargs, _ = self._read(args, kwargs)
         arguments, _, valid = self._checked(state, *partitioned((args, kwargs)))
         self._programs.keep_up()
         plan = self._programs.plan_at(arguments, state)
@@ -343,7 +368,7 @@ class ConjugateSVI(RunsModel, NotPickled, instead=_UNPICKLED):
         :raises CholeskyError: if the bound is not finite, naming the likely cause.
         """
         check_run(rng_key, num_steps, tol)
-        args, kwargs, labels = Columns.read(self.model, args, kwargs)
+        args, kwargs, labels = self._read(args, kwargs, begins=init_state is None)
         check_shards((args, kwargs))
         run = partial(
             self._run, rng_key, num_steps, args, kwargs, progress_bar=progress_bar,
@@ -405,7 +430,7 @@ class ConjugateSVI(RunsModel, NotPickled, instead=_UNPICKLED):
         [ 1.1 -1.4]
         """
         check_run(rng_key, num_steps, tol)
-        args, kwargs, labels = Columns.read(self.model, args, kwargs)
+        args, kwargs, labels = self._read(args, kwargs, begins=True)
         responses = Responses.split(self.model, args, kwargs, over)
         bar = tqdm(total=responses.number, disable=not progress_bar)
         with bar:
@@ -552,7 +577,7 @@ class ConjugateSVI(RunsModel, NotPickled, instead=_UNPICKLED):
         :raises TypeError: for params without arguments, and for a state.
         """
         version, whole = None, True
-        args, kwargs, labels = Columns.read(self.model, args, kwargs)
+        args, kwargs, labels = self._read(args, kwargs)
         if isinstance(fit, ConjugateResult) and not args and not kwargs:
             args, kwargs, params = fit.args, fit.kwargs, fit.params
             version, whole, labels = fit.version, fit.whole, fit.labels
