@@ -41,7 +41,14 @@ def regression(X, y=None, *, inducing, scale=0.5):
 def unfitted(svi, *args, **kwargs):
     """The posterior before the first step, where any will do: the steps of a run are
     its largest program."""
+    return moved(svi, 0, *args, **kwargs)
+
+
+def moved(svi, by, *args, **kwargs):
+    """The same with larger potentials, so that means are not zero."""
     params = svi.get_params(svi.init(jax.random.key(0), *args, **kwargs))
+    for name in [k for k in params if by and k.endswith("_auto_potential")]:
+        params[name] = by + np.asarray(params[name])
     return svi.posterior(params, *args, **kwargs)
 
 

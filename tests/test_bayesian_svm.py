@@ -6,12 +6,9 @@ from functools import cache
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-import pytest
-from numpyro import handlers
 from scipy.special import ndtr
 
 import numpyro_gpaug as gpaug
@@ -30,16 +27,6 @@ def golden_model(X, y=None, *, inducing, predictive="probit"):
         numpyro.sample("y", gpaug.BayesianSVM(gp(X), predictive), obs=y)
 
 
-def machine(X, y=None, *, inducing, batch=None, weight=1.0):
-    """Fixed hyperparameters, and minibatches."""
-    kernel = gpaug.kernels.SquaredExponential(1.0, 2.0)
-    gp = gpaug.GaussianProcess("f", kernel, inducing=inducing)
-    with numpyro.plate("data", X.shape[0], subsample_size=batch) as i:
-        y = None if y is None else y[i]
-        with handlers.scale(scale=weight):
-            numpyro.sample("y", gpaug.BayesianSVM(gp(X[i])), obs=y)
-
-
 def primal(X, y=None, *, scale, batch=None):
     """The linear machine: no process, a weight per column."""
     w = numpyro.sample("w", dist.Normal(0, scale).to_event(1))
@@ -48,27 +35,16 @@ def primal(X, y=None, *, scale, batch=None):
         numpyro.sample("y", gpaug.BayesianSVM(X[i] @ w), obs=y)
 
 
-def toy(num=400, flipped=0.1):
-    """Labels of a smooth function of the first column, some of them flipped."""
-    rng = np.random.default_rng(3)
-    X = rng.normal(size=(num, 2))
-    y = (np.sin(2 * X[:, 0]) > 0) ^ (rng.random(num) < flipped)
-    return X, y.astype(int)
-
-
 @cache
-def fitter(model, size, optim, updates, step_size):
+def fitter(model, size):
     """Return one fitter for all fits with equal numbers of latents: it compiles once
     for each shape.
     """
-    return gpaug.ConjugateSVI(
-        model, gpaug.AutoSparseGP(model), optim, updates=updates, step_size=step_size
-    )
+    return gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), None, "augmented")
 
 
-def fit(model, steps, *args, optim=None, updates="auto", step_size=None, **kwargs):
-    size = np.shape(kwargs.get("inducing", kwargs.get("scale")))
-    svi = fitter(model, size, optim, updates, step_size)
+def fit(model, steps, *args, **kwargs):
+    svi = fitter(model, np.shape(kwargs.get("inducing", kwargs.get("scale"))))
     return svi, svi.run(KEY, steps, *args, **kwargs, **QUIET)
 
 
@@ -107,7 +83,7 @@ def test_batch_golden(x64) -> None:
     """The full process: its training inputs are the inducing ones."""
     X, golden = np.array(GOLDEN["X"]), GOLDEN["full"]
     y = (np.array(GOLDEN["y"]) + 1) // 2
-    _, result = fit(golden_model, 100, X, y, updates="augmented", inducing=X)
+    _, result = fit(golden_model, 100, X, y, inducing=X)
     np.testing.assert_allclose(-result.losses[-1], golden["elbo"], rtol=1e-10)
     assert -result.losses[-1] < golden["log_pseudo_evidence"]
     assert np.diff(result.losses).max() < 1e-12
@@ -120,7 +96,7 @@ def test_batch_golden(x64) -> None:
 def test_both_predictive_rules_of_one_fit(x64, tmp_path) -> None:
     X, Z = np.array(GOLDEN["X"]), np.array(GOLDEN["Z"])
     y = (np.array(GOLDEN["y"]) + 1) // 2
-    svi, result = fit(golden_model, 100, X, y, updates="augmented", inducing=Z)
+    svi, result = fit(golden_model, 100, X, y, inducing=Z)
     fitted = svi.posterior(result)
     golden = GOLDEN["predict"]
     new = np.array(golden["Xs"])
@@ -136,39 +112,6 @@ def test_both_predictive_rules_of_one_fit(x64, tmp_path) -> None:
     np.testing.assert_allclose(np.exp(scores), expected, rtol=1e-7)
 
 
-# -- minibatches -----------------------------------------------------------------------
-
-
-@cache
-def full_data_bound():
-    X, y = toy()
-    svi, result = fit(machine, 60, X, y, inducing=X[:30], updates="augmented")
-    return svi, result.state, -float(result.losses[-1])
-
-
-@pytest.mark.slow  # quick for other likelihoods in test_conjugate.py
-@pytest.mark.parametrize(("step_size", "most"), [(None, 0.05), ("adaptive", 4.0)])
-def test_minibatches_end_near_the_optimum(x64, step_size, most) -> None:
-    X, y = toy()
-    svi, state, best = full_data_bound()
-    given = {"inducing": X[:30], "batch": 40, "weight": np.array(1.0)}
-    batches, result = fit(
-        machine, 400, X, y, updates="augmented", step_size=step_size, **given
-    )
-
-    def gap(result):
-        fitted = state._replace(natural=result.state.natural)
-        return best + float(svi.evaluate(fitted, X, y, inducing=X[:30]))
-
-    assert 0 < gap(result) < most
-    # The algorithm as printed, without N / |B|.
-    given["weight"] = np.array(0.1)
-    assert gap(batches.run(KEY, 400, X, y, **given, **QUIET)) > 20
-
-
-# -- hyperparameters -------------------------------------------------------------------
-
-
 # -- the linear machine in its primal form ---------------------------------------------
 
 
@@ -176,14 +119,14 @@ def test_primal_golden(x64) -> None:
     golden = GOLDEN["linear"]
     X, y = np.array(golden["X"]), (np.array(golden["y"]) + 1) // 2
     scale = np.sqrt(np.diag(np.array(golden["prior_cov"])))
-    svi, result = fit(primal, 200, X, y, scale=scale, updates="augmented")
+    svi, result = fit(primal, 200, X, y, scale=scale)
     np.testing.assert_allclose(-result.losses[-1], golden["elbo"], rtol=1e-10)
     assert np.diff(result.losses).max() < 1e-12
     posterior = svi.posterior(result)
     mean, cover = np.array(golden["mu"]), np.array(golden["Sigma"])
     new = np.array([[1.0, 0.3], [-2.0, 1.0]])
     m, v = new @ mean, np.einsum("nd,de,ne->n", new, cover, new)
-    probs = posterior.predict_y(jnp.asarray(new), scale=scale).probs
+    probs = posterior.predict_y(new, scale=scale).probs
     np.testing.assert_allclose(probs, ndtr(m / np.sqrt(1 + v)), rtol=1e-6)
 
 
@@ -192,10 +135,7 @@ def test_primal_by_minibatches(x64) -> None:
     X = rng.normal(size=(500, 4))
     y = (X @ [2.0, -1.0, 0.5, 0.0] + rng.normal(size=500) > 0).astype(int)
     mean, cover, _ = cavi(X, 0.0, y)
-    _, result = fit(
-        primal, 2000, jnp.asarray(X), jnp.asarray(y), scale=jnp.ones(4), batch=50,
-        updates="augmented",
-    )  # fmt: skip
+    _, result = fit(primal, 2000, X, y, scale=np.ones(4), batch=50)
     got, spread = gaussian(result.params, "w")
     deviation = np.sqrt(np.diag(cover))
     assert np.abs((got - mean) / deviation).max() < 0.15

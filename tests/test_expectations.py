@@ -300,7 +300,7 @@ class RobustAugmentation(gpaug.Augmentation):
 
 @pytest.fixture
 def line():
-    X = jnp.linspace(-2, 2, 12)[:, None]
+    X = np.linspace(-2, 2, 12)[:, None]
     return X, X[::3]
 
 
@@ -362,7 +362,7 @@ def test_a_registered_expectation_end_to_end(line):
 @pytest.mark.usefixtures("x64")
 def test_a_registered_augmentation_end_to_end(line):
     X, Z = line
-    y = jnp.sin(2 * X[:, 0]).at[4].set(30.0)
+    y = np.where(np.arange(12) == 4, 30.0, np.sin(2 * X[:, 0]))
     gpaug.register_augmentation(Robust, RobustAugmentation())
     model = process_model(lambda f: Robust(3.0, f, 0.2))
     svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), updates="augmented")
@@ -372,9 +372,10 @@ def test_a_registered_augmentation_end_to_end(line):
     # The bound is stationary there: gradients in mean and factor vanish.
     dense = gpaug.AutoSparseGP(model, covariance="dense").setup(X, y, inducing=Z)
     (block,) = dense.structure.blocks
-    q = svi.guide.gaussian(block, result.params)
-    covariance = q.moments().whitener.T @ q.moments().whitener
-    params = {"f.v_auto_loc": q.mean, "f.v_auto_tril": jnp.linalg.cholesky(covariance)}
+    precision = np.asarray(result.params[f"{block.site}_auto_precision"])
+    covariance = np.linalg.inv(precision)
+    mean = covariance @ result.params[f"{block.site}_auto_potential"]
+    params = {"f.v_auto_loc": mean, "f.v_auto_tril": np.linalg.cholesky(covariance)}
     loss = gpaug.TraceAnalytic_ELBO(bound="augmented")
 
     def at(params):

@@ -83,50 +83,15 @@ def subjects(t, y=None):
         numpyro.sample("y", dist.Normal(eta, 0.5), obs=y)
 
 
-def process(t, y=None):
-    """Around a level, with the residual as a site."""
-    level = numpyro.sample("level", dist.Normal(0, 1))
-    inputs = jnp.asarray(t)[:, None] / 10.0
-    kernel = gpaug.kernels.SquaredExponential()
-    gp = gpaug.GaussianProcess("f", kernel, inputs[::8], mean=level, jitter=1e-10)
-    eta = numpyro.deterministic("eta", gpaug.with_residual(gp, "site")(inputs))
-    with numpyro.plate("data", len(t)):
-        numpyro.sample("y", dist.Normal(eta, 0.5), obs=y)
-
-
-def states(t, y=None):
-    """A process as a chain of states."""
-    kernel = gpaug.kernels.Matern32(1.0)
-    eta = gpaug.GaussianProcess("f", kernel, markov=True)(jnp.asarray(t) / 10.0)
-    numpyro.deterministic("eta", eta)
-    with numpyro.plate("data", len(t)):
-        numpyro.sample("y", dist.Normal(eta, 0.5), obs=y)
-
-
 def covariance(model, t):
     """Return the covariance of predictors under the prior."""
-    if model is states:
-        r = np.sqrt(3) * np.abs(t[:, None] - t) / 10
-        return (1 + r) * np.exp(-r)
-    if model is process:
-        whole = np.exp(-0.5 * np.square(t[:, None] - t) / 100)
-        to = whole[:, ::8]
-        known = to @ np.linalg.solve(to[::8] + 1e-10 * np.eye(len(to[::8])), to.T)
-        return 1 + known + np.diag(np.diag(whole - known))
     if model is subjects:
         return 1 + 0.3**2 * (t[:, None] == t)
     steps = 0.3**2 * (1 + np.minimum(t[:, None], t))
     return steps + np.outer(t % 3, t % 3)
 
 
-@pytest.mark.parametrize(
-    ("model", "t"),
-    [
-        (walk, TIME), (subjects, SUBJECT),
-        slow(process, np.arange(40)),  # dense, as mixed models above
-        slow(states, np.arange(40)),  # quick in test_structures.py
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("model", "t"), [(walk, TIME), (subjects, SUBJECT)])
 def test_a_step_with_gaussian_noise_is_a_draw_of_the_posterior(
     model, t, x64, monkeypatch
 ) -> None:
@@ -147,7 +112,7 @@ def test_a_step_with_gaussian_noise_is_a_draw_of_the_posterior(
     found = np.asarray(draws(jax.random.split(KEY, count)))
     (part,) = kernel._parts
     assert not part.structure.form.any_rows
-    assert bool(part.structure.recurrences) == (model in (walk, states))
+    assert bool(part.structure.recurrences) == (model is walk)
     prior = covariance(model, t)
     gain = prior @ np.linalg.inv(prior + 0.25 * np.eye(len(t)))
     cover, mean = prior - gain @ prior, gain @ y

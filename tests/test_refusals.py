@@ -229,7 +229,7 @@ def test_effects_that_are_points_beside_their_scale_are_named() -> None:
             rate = jnp.exp(level + effect[group])
             numpyro.sample("y", dist.Poisson(rate), obs=y)
 
-    data = jnp.arange(9) % 3, jnp.arange(9)
+    data = np.arange(9) % 3, np.arange(9)
     with pytest.warns(UserWarning, match=r"'effect' and \['scale'\], on which"):
         gpaug.AutoLatentGaussian(model).setup(*data)
     gpaug.AutoLatentGaussian(model).setup(*data, unknown=False)
@@ -248,7 +248,7 @@ def test_data_that_leave_the_support_are_refused(latent) -> None:
         with numpyro.plate("data", len(y)):
             numpyro.sample("y", kind(level), obs=moved)
 
-    y = 2 + jnp.arange(9.0)
+    y = np.arange(2.0, 11.0)
     with pytest.raises(gpaug.NotConjugateError, match=rf"Exponential .*\['{latent}'\]"):
         gpaug.NestedVI(model).run(KEY, y, lambda x: dist.Exponential(jnp.exp(x)))
     if latent == "shift":

@@ -28,7 +28,6 @@ from tests.routes import (
     loss_at,
     posterior_of,
     problem,
-    rerun,
     spread_params,
     stock,
 )
@@ -74,29 +73,6 @@ def test_the_first_step_on_a_batch_is_the_formula(num_latents):
         potential = 4 * A @ (label - 0.5)
         expected = np.linalg.solve(precision, potential)
         np.testing.assert_allclose(mean[c], expected, rtol=1e-8, atol=1e-10)
-
-
-@pytest.mark.slow  # quick against formulas, in the test above
-def test_three_latents_are_three_fits():
-    (X, y), _ = problem(3)
-    svi, result = fitted(3)
-    together = blocks_of(svi.guide, result.params)
-    one, first = fitted(None)
-    apart = [rerun(one, (X, label), first.kwargs) for label in np.asarray(y).T]
-    for c, alone in enumerate(apart):
-        mean, cover = blocks_of(one.guide, alone.params)
-        np.testing.assert_allclose(together[0][c], mean[0], rtol=1e-6, atol=1e-7)
-        np.testing.assert_allclose(together[1][c], cover[0], rtol=1e-6, atol=1e-7)
-    total = sum(alone.losses[-1] for alone in apart)
-    np.testing.assert_allclose(result.losses[-1], total, rtol=1e-9)
-    joint = posterior_of(3)
-    alone = one.posterior(apart[1])
-    probs = joint.predict_y(NEW).probs[:, 1]
-    np.testing.assert_allclose(probs, alone.predict_y(NEW).probs, rtol=1e-6)
-    covariances = (p.predict_f(NEW, full_covariance=True)[1] for p in (joint, alone))
-    three, single = covariances
-    assert three.shape == (3, 11, 11)
-    np.testing.assert_allclose(three[1], single, rtol=1e-5, atol=1e-7)
 
 
 # Gradients.

@@ -270,18 +270,18 @@ def test_fits_belong_to_a_mesh(always_sparse):
             numpyro.sample("y", dist.Poisson(jnp.exp(s(X))), obs=y)
 
     svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
-    state = svi.init(KEY, PLACES, MESH, COUNTS)
+    mesh, finer = (gpaug.spatial.Mesh.around(PLACES, x, 0.2) for x in (0.7, 0.6))
+    state = svi.init(KEY, PLACES, mesh, COUNTS)
     params = svi.get_params(state)
-    posterior = svi.posterior(params, PLACES, MESH, COUNTS)
+    posterior = svi.posterior(params, PLACES, mesh, COUNTS)
     # A mesh with the same nodes in another order, and one with other places.
-    turned = gpaug.spatial.Mesh(MESH.nodes[::-1], MESH.size - 1 - MESH.triangles)
-    wider = gpaug.spatial.Mesh(1.5 * MESH.nodes, MESH.triangles)
+    turned = gpaug.spatial.Mesh(mesh.nodes[::-1], mesh.size - 1 - mesh.triangles)
+    wider = gpaug.spatial.Mesh(1.5 * mesh.nodes, mesh.triangles)
     with pytest.raises(gpaug.NotConjugateError, match="mesh or points of the fit"):
         posterior.predict_f(PLACES, wider, site="s")
     structure = gpaug.AutoLatentGaussian(model).setup(PLACES, turned, COUNTS).structure
     with pytest.raises(ValueError, match="the model has another graph, mesh"):
         check_basis(state, structure)
-    finer = gpaug.spatial.Mesh.around(PLACES, max_edge=0.3, offset=0.2)
     again = partial(svi.run, KEY, 2, PLACES, finer, COUNTS, progress_bar=False)
     with pytest.raises(ValueError, match="another graph, mesh or number of groups"):
         again(init_params=params)

@@ -260,7 +260,7 @@ def test_a_point_process_integrates_over_its_window():
 
 
 def test_predictions_outside_of_a_mesh_and_at_other_exposures():
-    mesh = Mesh.around(CLOUD, 0.5, 0.4)
+    mesh = Mesh.around(CLOUD, 1.5, 0.4)
 
     def model(X, z, exposure, counts=None):
         numbers = numpyro.sample("numbers", dist.Normal(0, 1).expand([2]))
