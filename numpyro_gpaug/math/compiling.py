@@ -16,8 +16,12 @@ from numpyro_gpaug.math.arrays import is_traced
 
 # The older code generator of jaxlib for CPUs. Programs of linear algebra spend their
 # time in library calls and in loops that both generators vectorise
-# (examples/benchmarks/compiling.py). Later versions of jaxlib do not have it.
-_OPTIONS: dict[str, Any] = {"xla_cpu_use_fusion_emitters": False}
+# (examples/benchmarks/compiling.py). Later versions of jaxlib do not have it. The first
+# level of LLVM's optimisations vectorises loops, too; the others take up to twice as
+# long to compile the same speed.
+_OPTIONS: dict[str, Any] = {
+    "xla_cpu_use_fusion_emitters": False, "xla_backend_optimization_level": 1,
+}  # fmt: skip
 # In jaxlib 0.10.2, a library of XLA computes sums wrongly: in ``(a * v[i]).sum(1) + (b
 # * w[j]).sum(1)`` for several v and w, all values except the first are wrong from
 # 48,000 numbers on. Versions 0.10.1 and 0.11 are right. The package excludes 0.10.2,
