@@ -68,8 +68,9 @@ class TableClassifier(ClassifierMixin, BaseEstimator):
     smooth.
 
     It is a classifier of scikit-learn, for pipelines and cross-validation. Columns are
-    numbers: encode categories first. :meth:`beside_boosting` says whether gradient
-    boosting is the better tool: for functions with steps, and many rows.
+    numbers: encode categories and dates first, and impute what is missing.
+    :meth:`beside_boosting` says whether gradient boosting is the better tool: for
+    functions with steps, and many rows.
 
     :param num_inducing: the number of inducing inputs at the start; see
         :func:`num_inducing`.
@@ -103,7 +104,7 @@ class TableClassifier(ClassifierMixin, BaseEstimator):
         :param y: labels, (N,), of two classes or more.
         :raises ValueError: for other arrays.
         """
-        X, y = validate_data(self, X, y, dtype=float)
+        X, y = self._checked(X, y)
         check_classification_targets(y)
         self.classes_, self._codes = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
@@ -134,7 +135,7 @@ class TableClassifier(ClassifierMixin, BaseEstimator):
         :param X: numbers, (n, D).
         """
         check_is_fitted(self)
-        X = validate_data(self, X, dtype=float, reset=False)
+        X = self._checked(X, reset=False)
         return self._probabilities(self._scaled(X, self._scale))
 
     def predict(self, X: Any) -> np.ndarray:
@@ -178,6 +179,21 @@ class TableClassifier(ClassifierMixin, BaseEstimator):
                 stacklevel=2,
             )
         return found
+
+    def _checked(self, *arrays: Any, **kwargs: Any) -> Any:
+        """Return arrays of numbers, or name the columns of a data frame that are not
+        numbers."""
+        try:
+            return validate_data(self, *arrays, dtype=float, **kwargs)
+        except (TypeError, ValueError) as error:
+            chosen = getattr(arrays[0], "select_dtypes", None)
+            names = list(chosen(exclude=["number", "bool"])) if chosen else []
+            if not names:
+                raise
+            raise ValueError(
+                f"columns {names} are not numbers; encode them first, for example with "
+                "make_column_transformer in a pipeline, categories by OneHotEncoder"
+            ) from error
 
     def _scaled(self, X: np.ndarray, scale: np.ndarray) -> np.ndarray:
         return ((X - self._centre) / scale).astype(jnp.result_type(float))

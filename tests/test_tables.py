@@ -95,6 +95,7 @@ def test_scikit_learn_takes_it_for_a_classifier():
         ([[1.0], [2.0]], [0, np.nan], "y contains NaN"),
         ([[1.0], [2.0]], [0.1, 0.7], "label type: continuous"),
         ([[1.0], [2.0]], [1, 1], "one class"),
+        (pd.DataFrame({"a": [1.0, 2.0], "b": ["x", "y"]}), [0, 1], r"columns \['b'\]"),
     ],
 )
 def test_tables_that_are_refused(X, y, match):
