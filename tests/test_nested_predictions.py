@@ -200,6 +200,12 @@ def test_systematic_samples_have_the_moments():
     np.testing.assert_allclose(np.exp(known) @ everything, weights @ points)
 
 
+def test_leaving_out_averages_more_points_by_default(of_normal):
+    found = of_normal.posterior().leave_one_out(GROUP, REAL).log_prob(REAL)
+    many = of_normal.posterior(num_points=512).leave_one_out(GROUP, REAL)
+    np.testing.assert_array_equal(found, many.log_prob(REAL))
+
+
 def test_leave_one_out_against_refits(of_counts):
     tree = gpaug.diagnostics.to_datatree(jax.random.key(0), of_counts)
     found = gpaug.diagnostics.loo(tree)

@@ -131,6 +131,8 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         self._sites, marks, self._rule_errors = known
         self._calls = Calls(predictor, fitted, arguments, marks)
         self._known: dict[str, Distribution] = {}
+        #: Returns a mixture of more points, to leave out observations.
+        self.finer: Callable[[], Posterior] | None = None
 
     @classmethod
     def from_guide(
@@ -601,6 +603,11 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
                 "leave_one_out needs point values of the hyperparameters, or NestedVI. "
                 "diagnostics.loo(diagnostics.to_datatree(...)) works for any fit"
             )
+        if self.finer is not None:
+            finer = self.finer()
+            return finer.leave_one_out(
+                *args, site=site, batch_size=batch_size, **kwargs
+            )
         observed = self._predictor.predicted(site)
         called = self._calls.joined(args, kwargs)
         found = self._calls.stream("left_out", called, observed.name, batch_size)
@@ -640,6 +647,8 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
             raise NotConjugateError(
                 "leave_out needs a fit of AutoLatentGaussian or NestedVI"
             )
+        if self.finer is not None:
+            return self.finer().leave_out(groups, *args, site=site, **kwargs)
         observed = self._predictor.predicted(site)
         arguments, _ = self._calls.joined(args, kwargs)
         labels = np.asarray(groups)
@@ -671,8 +680,8 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
             warnings.warn(
                 "without some of the observations the posterior of the hyperparameters "
                 f"is so different that {found.worth.min():.1f} of its "
-                f"{self._fitted.size} points count. Take more of them, "
-                "nested.posterior(num_points=512)",
+                f"{self._fitted.size} points count. Draw more, NestedVI(model, "
+                "num_points=2048), and take more, nested.posterior(num_points=1024)",
                 stacklevel=4,
             )
         return found.distribution

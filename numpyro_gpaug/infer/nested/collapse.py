@@ -4,7 +4,8 @@ predictions, and draws."""
 
 from __future__ import annotations
 
-from functools import update_wrapper
+from collections.abc import Callable
+from functools import cache, partial, update_wrapper
 from typing import Any
 
 import jax
@@ -36,6 +37,9 @@ from numpyro_gpaug.predict.mixture import Fitted, Members
 from numpyro_gpaug.predict.predictor import predictor_for
 
 SITE = "collapsed_bound"
+# Points of a mixture by default; at most, once observations are left out; and the
+# largest number of entries of all covariances of these.
+_POINTS, _MOST_POINTS, _NUMBERS = 64, 512, 2**24
 
 
 def collapse(model: Model) -> CollapsedModel:
@@ -152,7 +156,11 @@ class CollapsedModel(RunsModel):
             self._compiled = self._version
 
     def posterior(
-        self, samples: Values, *args: Any, num_points: int = 64, **kwargs: Any
+        self,
+        samples: Values,
+        *args: Any,
+        num_points: int | None = None,
+        **kwargs: Any,
     ) -> Posterior:
         r"""Return predictions averaged over draws of the hyperparameters: mixtures, as
         for :meth:`NestedVI.posterior <numpyro_gpaug.NestedVI.posterior>`.
@@ -165,19 +173,23 @@ class CollapsedModel(RunsModel):
             ...): ``mcmc.get_samples()``. Others are ignored.
         :param args: the model's arguments of the fit, observations included.
         :param num_points: number of draws in the mixtures, evenly spaced. Memory and
-            time of a prediction grow with it.
+            time of a prediction grow with it. By default 64, and up to 512 for few
+            latents once observations are left out.
         :param kwargs: the model's keyword arguments.
         :return: predictions, with the arguments and methods of
             :meth:`ConjugateSVI.posterior <numpyro_gpaug.ConjugateSVI.posterior>`'s.
         :raises ValueError: for draws that are missing or of another shape, and for
             params, which have no draws.
         """
-        check_count("num_points", num_points)
         with in_dtype_of(self._dtype_of(samples)), self._running():
             arguments, programs, labels = self._read(args, kwargs)
-            at = AtDraws(programs, arguments, samples)
-            values, moments = at.gaussians(num_points)
-            return mixture(programs, arguments, values, moments, labels=labels)
+            draws = AtDraws(programs, arguments, samples)
+
+            def at(num: int) -> Posterior:
+                values, moments = draws.gaussians(num)
+                return mixture(programs, arguments, values, moments, labels=labels)
+
+            return of_points(at, num_points, programs.structure.size)
 
     def sample_latents(
         self, key: Array, samples: Values, *args: Any, **kwargs: Any
@@ -242,6 +254,26 @@ def mixture(
         predictor, Fitted({}, {}, members), bound.structure, args, kwargs,
         arguments.counting_all(), labels=labels,
     )  # fmt: skip
+
+
+def of_points(
+    at: Callable[[int], Posterior], num_points: int | None, size: int
+) -> Posterior:
+    """Return a mixture of some points, by default with one of more points, computed
+    once observations are left out: without them the posterior of hyperparameters may be
+    in the tails.
+
+    :param at: returns a mixture of at most so many points.
+    :param num_points: this number.
+    :param size: the number of latents.
+    """
+    if num_points is not None:
+        check_count("num_points", num_points)
+        return at(num_points)
+    found = at(_POINTS)
+    if (many := min(_NUMBERS // size**2, _MOST_POINTS)) > _POINTS:
+        found.finer = cache(partial(at, many))
+    return found
 
 
 def refuse_params(bound: CollapsedBound, what: str) -> None:

@@ -18,7 +18,7 @@ from numpyro_gpaug._display import Displayed, Rows, of_posterior
 from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.errors import CholeskyError
 from numpyro_gpaug.infer.nested.bound import CollapsedBound
-from numpyro_gpaug.infer.nested.collapse import mixture, refuse_params
+from numpyro_gpaug.infer.nested.collapse import mixture, of_points, refuse_params
 from numpyro_gpaug.infer.nested.drawer import generator, prior_draws
 from numpyro_gpaug.infer.nested.draws import FIRST, Run, integrated, sampled
 from numpyro_gpaug.infer.nested.fallback import corrected
@@ -403,7 +403,7 @@ class NestedVI(RunsModel, Displayed):
             "seconds": dict(run.clock.seconds),
         }
 
-    def posterior(self, num_points: int = 64) -> Posterior:
+    def posterior(self, num_points: int | None = None) -> Posterior:
         r"""Return predictions that include the uncertainty of the hyperparameters:
         mixtures over several :math:`\theta`, with their posterior weights.
 
@@ -423,6 +423,8 @@ class NestedVI(RunsModel, Displayed):
             more. Errors of means are at most the posterior standard deviation due to
             :math:`\theta`, divided by the root of this number. Memory and time of a
             prediction grow with it (the covariance of the latents is stored for each).
+            By default 64, and up to 512 for few latents once observations are left out,
+            which needs the tails; a saved posterior keeps the 64.
         :return: predictions, with the arguments and methods of
             :meth:`ConjugateSVI.posterior <numpyro_gpaug.ConjugateSVI.posterior>`'s.
         :raises RuntimeError: before a run.
@@ -431,13 +433,15 @@ class NestedVI(RunsModel, Displayed):
         :raises ValueError: if hyperparameters are computed from a positional argument,
             which changes at prediction.
         """
-        check_count("num_points", num_points)
-        run = self._known()
-        with run.programs.version.running():
-            log_weights, values, moments = run.gaussians(num_points)
-            arguments = self._run_on()
-            given = run.programs, arguments, values, moments, log_weights
-            return mixture(*given, self._labels)
+        run, arguments, labels = self._known(), self._run_on(), self._labels
+
+        def at(num: int) -> Posterior:
+            with run.programs.version.running():
+                log_weights, values, moments = run.gaussians(num)
+                given = run.programs, arguments, values, moments, log_weights
+                return mixture(*given, labels)
+
+        return of_points(at, num_points, run.programs.structure.size)
 
     def print_summary(self) -> None:
         """Print a table of all latents except whitened inducing values

@@ -21,6 +21,8 @@ from numpyro_gpaug.math.importance import (
 LARGEST_KHAT = 0.7
 # The largest share of the posterior at points where the model could not be evaluated.
 LARGEST_LOSS = 0.01
+# The smallest weight of a point, relative to the largest, that counts.
+_COUNTS = 1e-12
 
 
 @dataclass(frozen=True)
@@ -191,7 +193,11 @@ def stratified(
         return points[:1], np.zeros(1)
     log_weights = log_weights - logsumexp(log_weights)
     if len(points) <= num:
-        return points, log_weights
+        # Far away a single point can fail without observations, though it counts for
+        # nothing. The best one replaces it, so that programs keep their shapes.
+        best = log_weights.argmax()
+        counts = log_weights > log_weights[best] + np.log(_COUNTS)
+        return np.where(counts[:, None], points, points[best]), log_weights
     weights = np.exp(log_weights)
     apart = points - weights @ points
     _, _, axes = np.linalg.svd(np.sqrt(weights)[:, None] * apart, full_matrices=False)

@@ -147,8 +147,8 @@ def load_state(path: str | PathLike[str], like: ConjugateState) -> ConjugateStat
     if list(saved) != names:
         only = sorted({*saved} ^ {*names})
         raise ArchiveError(
-            f"{path} contains the state of another fit: {only} occur in only one of "
-            "the two"
+            f"{path} contains the state of another fit, or of another version: {only} "
+            "occur in only one of the two"
         )
     found = []
     for i, (name, (_, x)) in enumerate(zip(names, leaves, strict=True)):
