@@ -45,10 +45,12 @@ def unfitted(svi, *args, **kwargs):
 
 
 def moved(svi, by, *args, **kwargs):
-    """The same with larger potentials, so that means are not zero."""
+    """The same with other potentials, so that means are not zero, nor all alike."""
     params = svi.get_params(svi.init(jax.random.key(0), *args, **kwargs))
     for name in [k for k in params if by and k.endswith("_auto_potential")]:
-        params[name] = by + np.asarray(params[name])
+        old = np.asarray(params[name])
+        waves = np.cos(np.arange(old.size)).reshape(old.shape)
+        params[name] = old + (by * waves).astype(old.dtype)
     return svi.posterior(params, *args, **kwargs)
 
 

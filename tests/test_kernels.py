@@ -119,16 +119,6 @@ def test_agrees_with_scikit_learn(columns):
             np.testing.assert_allclose(one, other, **close)
 
 
-@pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("columns", COLUMNS)
-def test_one_lengthscale_per_column(columns):
-    X, Z = draw(0, 9, columns, dtype=np.float64), draw(1, 7, columns, dtype=np.float64)
-    scales = np.linspace(0.5, 3.0, columns) * columns**0.5
-    every = [Kernel(scales, 1.5) for Kernel in STATIONARY]
-    for kernel, (cross, *_) in zip(every, evaluate_all(every, X, Z), strict=True):
-        np.testing.assert_allclose(cross, brute(kernel, X, Z), rtol=1e-11)
-
-
 @given(
     shape=st.sampled_from([(1, 3), (6, 1), (6, 3), (6, 12)]),
     shift=st.floats(-100, 100),
