@@ -13,6 +13,7 @@ import pytest
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.predict.averages import over_rows
 from tests.conftest import slow
+from tests.problems import moved
 
 KEY = jax.random.key(0)
 RNG = np.random.default_rng(5)
@@ -44,8 +45,7 @@ def classes(eta):
 def fitted(likelihood, y):
     svi = gpaug.ConjugateSVI(wards, gpaug.AutoLatentGaussian(wards))
     y = {"values": Y, "classes": np.digitize(Y, [-0.5, 0.5, 1.5])}[y]
-    fit = svi.run(KEY, 30, DOSE, WARD, y, likelihood=likelihood, progress_bar=False)
-    return svi.posterior(fit)
+    return moved(svi, 1, DOSE, WARD, y, likelihood=likelihood)
 
 
 def close(found, mean, sd):
