@@ -13,6 +13,7 @@ import numpyro.distributions as dist
 from numpyro.infer.autoguide import AutoNormal
 
 import numpyro_gpaug as gpaug
+from tests.problems import unfitted
 
 rng = np.random.default_rng(0)
 X, Y = rng.normal(size=(12, 2)).astype(np.float32), np.arange(12) % 2
@@ -53,9 +54,7 @@ def walk(step, y=None, *, num=100):
 
 def at_start(guide, *args: Any, **kwargs: Any) -> gpaug.Posterior:
     """The posterior of a guide's initial params."""
-    svi = gpaug.ConjugateSVI(guide.model, guide, None)
-    params = svi.get_params(svi.init(jax.random.key(0), *args, **kwargs))
-    return svi.posterior(params, *args, **kwargs)
+    return unfitted(gpaug.ConjugateSVI(guide.model, guide, None), *args, **kwargs)
 
 
 def nested() -> gpaug.Posterior:
