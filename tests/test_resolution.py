@@ -232,3 +232,25 @@ def test_what_rounded_potentials_lose_is_what_their_means_do():
 
 def test_a_step_that_has_to_be_very_short_does_not_end_the_moves(far):
     assert far(1.5, 0.01, 10)[1] < 1e5
+
+
+def test_small_effects_beside_a_level_far_away_are_kept():
+    def model(x, y=None):
+        level = numpyro.sample("level", dist.Normal(0, 1e5))
+        w = numpyro.sample("w", dist.Normal(0, 1).expand([4]).to_event(1))
+        with numpyro.plate("data", len(x)):
+            numpyro.sample("y", dist.Normal(level + x @ w, 0.1), obs=y)
+
+    rng = np.random.default_rng(0)
+    x = (0.1 + 0.1 * rng.normal(size=(30, 4))).astype("float32")
+    y = (5e4 + x @ [1, -1, 2, 0] + 0.1 * rng.normal(size=30)).astype("float32")
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
+    fit = svi.run(jax.random.key(0), 20, x, y, progress_bar=False)
+    assert svi.guide.structure.basis is not None
+    found = svi.posterior(fit)["w"]
+    centred = x.astype(float) - x.mean(0)
+    covariance = np.linalg.inv(np.eye(4) + centred.T @ centred / 0.01)
+    mean = covariance @ centred.T @ (y.astype(float) - y.mean()) / 0.01
+    sd = np.sqrt(np.diag(covariance))
+    np.testing.assert_allclose(found.mean, mean, atol=0.02 * sd.min())
+    np.testing.assert_allclose(np.sqrt(found.variance), sd, rtol=0.01)

@@ -141,7 +141,7 @@ class Predictors(NamedTuple):
         else:
             projection = _matrix(lambda z: push(split(z)), like, number)
         if structure.basis is not None:
-            projection = _resolved(projection)
+            projection = _resolved(projection, structure.matrix)
         return AffineMap(self.offset[None], projection[None], self.residual[None])
 
     @property
@@ -297,16 +297,18 @@ def _matrix(linear: Callable[[Array], Array], like: Array, number: int) -> Array
     return jax.vmap(linear)(jnp.eye(like.size, dtype=like.dtype))
 
 
-def _resolved(projection: Array) -> Array:
+def _resolved(projection: Array, basis: Array) -> Array:
     """Return a projection in which rows are zero if they are as small as rounding
-    errors of zero.
+    errors of zero: of the sums over latents that they are.
 
     :param projection: (size, n).
+    :param basis: the directions of its rows as columns, (size, size).
     """
-    sizes = jnp.linalg.norm(projection, axis=-1, keepdims=True)
     eps = float(jnp.finfo(projection.dtype).eps)
-    least = 4 * eps * len(projection) ** 0.5 * sizes.max()
-    return jnp.where(sizes > least, projection, 0)
+    plain = jnp.square(linalg.precise(jnp.matmul)(basis, projection)).sum(-1)
+    least = 4 * eps * jnp.sqrt(len(projection) * (plain @ jnp.square(basis)))
+    sizes = jnp.linalg.norm(projection, axis=-1)
+    return jnp.where((sizes > least)[:, None], projection, 0)
 
 
 def relative(off: Array, terms: Array) -> Array:
