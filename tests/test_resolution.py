@@ -254,3 +254,18 @@ def test_small_effects_beside_a_level_far_away_are_kept():
     sd = np.sqrt(np.diag(covariance))
     np.testing.assert_allclose(found.mean, mean, atol=0.02 * sd.min())
     np.testing.assert_allclose(np.sqrt(found.variance), sd, rtol=0.01)
+
+
+def test_samplers_of_a_collapsed_model_are_told_of_rounding():
+    def model(x, y):
+        w = numpyro.sample("w", dist.Normal(0, 1e3).expand([2]).to_event(1))
+        sd = numpyro.sample("sd", dist.HalfNormal(1))
+        with numpyro.plate("data", len(x)):
+            numpyro.sample("y", dist.Normal(w[0] + w[1] * x, sd), obs=y)
+
+    collapsed = gpaug.collapse(model)
+    days, y = np.arange(20, dtype="float32"), np.zeros(20, "float32")
+    density = numpyro.infer.util.log_density
+    density(collapsed, (days, y), {}, {"sd": jnp.ones(())})
+    with pytest.warns(UserWarning, match="rounding makes the collapsed bound"):
+        density(collapsed, (days + 19000, y), {}, {"sd": jnp.ones(())})

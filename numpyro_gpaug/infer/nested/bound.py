@@ -10,6 +10,7 @@ are not differentiated. Second derivatives are differences of such gradients.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ from numpyro_gpaug.guides import AutoLatentGaussian
 from numpyro_gpaug.infer.vi.differentiation import vjp
 from numpyro_gpaug.infer.vi.latent_gaussian import Evaluation, LatentGaussian
 from numpyro_gpaug.infer.vi.means import by_rows
+from numpyro_gpaug.infer.vi.resolution import lost
 from numpyro_gpaug.infer.vi.settling import settled
 from numpyro_gpaug.infer.vi.sweeps import starts_augmented
 from numpyro_gpaug.math.compiling import jit
@@ -41,6 +43,8 @@ from numpyro_gpaug.model.latents import JOINT, Structure
 TOLERANCE = 1e-15
 # The smallest precision of a factor at the start of a search.
 LEAST = 1e-3
+# Nats that rounding may hide from a sampler without a warning.
+_ROUGH = 1.0
 # Steps of finite differences of gradients, in unconstrained hyperparameters.
 STEP = {"float32": 0.05, "float64": 0.01}
 
@@ -97,6 +101,7 @@ class CollapsedBound:
         self.guide, self.structure = guide, structure
         self._projected = projected and bool(structure.functions)
         self._starts_augmented = starts_augmented(structure)
+        self._settled = jit(self._bound_and_lost)
         self._value = self._differentiable()
 
     def __call__(
@@ -215,15 +220,28 @@ class CollapsedBound:
 
         return jax.eval_shape(factors, values, data)
 
+    def _bound_and_lost(self, values: Values, data: Arguments) -> tuple[Array, Array]:
+        problem = self.problem(values, data, learns=False)
+        found = self.settle(problem)
+        map_: Any = problem.maps[JOINT]
+        natural = {JOINT: _given(found.factors, map_, problem.priors[JOINT])}
+        return found.evaluation.bound, lost(natural, found.evaluation.moments)
+
+    def warn_of_rounding(self, values: Values, data: Arguments) -> None:
+        """Warn if rounding makes the bound uncertain at some hyperparameters."""
+        nats = float(self._settled(values, data)[1])
+        if not nats < _ROUGH:
+            warnings.warn(
+                f"rounding makes the collapsed bound uncertain by about {nats:.2g} "
+                "nats, and draws of it may be wrong. Centre responses and covariates, "
+                "or use float64, jax.config.update('jax_enable_x64', True)",
+                stacklevel=3,
+            )
+
     def _differentiable(self) -> Callable[..., Array]:
         # NUTS evaluates the collapsed model a few times outside of any program, to find
         # its sites and a start. Operation by operation, that would compile more than
         # two hundred programs.
-        @jit
-        def settled_bound(values: Any, data: Arguments) -> Array:
-            problem = self.problem(values, data, learns=False)
-            return self.settle(problem).evaluation.bound
-
         @jit
         def bound_and_gradient(values: Any, data: Arguments) -> Any:
             bound, gradient, _ = self.with_pullback(values, data)
@@ -231,7 +249,7 @@ class CollapsedBound:
 
         @jax.custom_jvp
         def value(values: Any, steps: Any, data: Arguments) -> Array:
-            return settled_bound(values, data)
+            return self._settled(values, data)[0]
 
         @jax.custom_jvp
         def with_gradient(values: Any, steps: Any, data: Arguments) -> Any:

@@ -149,6 +149,8 @@ class CollapsedModel(RunsModel):
             trace = declared(self.model, bound.structure, args, kwargs)
             values = {name: site["value"] for name, site in trace.items()}
             found = bound(values, sizes(trace), arguments)
+            if not is_traced((values, arguments)):
+                bound.warn_of_rounding(values, arguments)
             if is_traced(arguments):
                 found = nan_unless(bound.guide.valid(arguments), found)
             numpyro.factor(SITE, found)
