@@ -2,6 +2,7 @@
 """Jitter, factors and natural parameters."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from numpyro_gpaug.gaussians.dense import (
     NaturalGaussian,
     kl_to_diagonal,
 )
+from numpyro_gpaug.math import small
 from numpyro_gpaug.math.linalg import (
     cholesky,
     default_jitter,
@@ -24,6 +26,8 @@ from numpyro_gpaug.math.linalg import (
     solve_lower,
     with_jitter,
 )
+from numpyro_gpaug.model.jaxpr import dependence_tree
+from tests.conftest import assert_close
 
 
 def _crowded(size: int, dim: int, dtype: type):
@@ -167,3 +171,31 @@ def test_slopes_of_marginals_at_a_gaussian_that_rests():
         )
         for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_products_of_small_matrices() -> None:
+    """With their derivatives, along any mapped axes, and as programs are read."""
+    rng = np.random.default_rng(0)
+    left, right, one = (
+        jnp.asarray(rng.normal(size=size)) for size in ((7, 4, 5), (7, 5, 3), (5, 3))
+    )
+
+    def of(multiply: Any) -> Any:
+        def found(left: Any, right: Any) -> Any:
+            return jnp.sin(multiply(left, right)).sum()
+
+        mapped = jax.vmap(multiply, (0, None)), jax.vmap(multiply, (1, 2), 1)
+        across = jnp.moveaxis(left, 0, 1), jnp.moveaxis(right, 0, 2)
+        return (
+            multiply(left, right), multiply(left, one), mapped[0](left, one),
+            mapped[1](*across), jax.grad(found, (0, 1))(left, right),
+            jax.grad(found, 1)(left, one), jax.hessian(found, 1)(left, one),
+            jax.jvp(found, (left, right), (jnp.ones_like(left), right)),
+        )  # fmt: skip
+
+    pairs = map(jax.tree.leaves, map(of, (small.product, jnp.matmul)))
+    for ours, expected in zip(*pairs, strict=True):
+        assert_close(ours, expected)
+    both = jnp.arange(10.0).reshape(2, 5), jnp.ones((5, 4))
+    state = dependence_tree(lambda at: small.product(at["x"], both[1]), {"x": both[0]})
+    assert state.state["x"].affine

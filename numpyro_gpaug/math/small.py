@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
 from numpyro_gpaug.math import linalg
 
@@ -26,13 +28,57 @@ _Entries = list[list[Any]]
 def product(left: Array, right: Array) -> Array:
     """Return ``left @ right`` of matrices (..., R, S) and (..., S, n).
 
-    They are multiplied by XLA. Written as sums of products they, and their derivatives
-    even more, would be sums over short axes: these are left to a library that takes
-    twenty times as long.
+    For matrices of more than three rows and columns XLA calls a library once for each
+    pair, on CPUs with several threads: this takes twenty times as long as sums of
+    products. The derivatives of such sums would be sums over short axes, which later
+    versions of XLA leave to a library, too. So the product is an operation of its own,
+    whose derivatives are products.
     """
     if left.shape[-1] == 1:
         return left * right
-    return linalg.precise(jnp.matmul)(left, right)
+    if left.shape[-1] > SMALL:
+        return linalg.precise(jnp.matmul)(left, right)
+    dtype = jnp.result_type(left, right)
+    leading = jnp.broadcast_shapes(left.shape[:-2], right.shape[:-2])
+    both = (
+        jnp.broadcast_to(x, (*leading, *x.shape[-2:])).astype(dtype)
+        for x in (left, right)
+    )
+    batch = tuple(range(len(leading)))
+    numbers = (((len(batch) + 1,), (len(batch),)), (batch, batch))
+    found: Array = _small_product.bind(*both, dimension_numbers=numbers)
+    return found
+
+
+def _sums(left: Array, right: Array, **_: Any) -> Array:
+    inner = range(left.shape[-1])
+    found: Any = sum(left[..., k, None] * right[..., None, k, :] for k in inner)
+    return found
+
+
+def _shape_of_product(left: Any, right: Any, **_: Any) -> Any:
+    return left.update(shape=(*left.shape[:-1], right.shape[-1]))
+
+
+def _mapped_product(
+    both: tuple[Array, Array], axes: tuple[Any, Any], **_: Any
+) -> tuple[Array, int]:
+    pairs = list(zip(both, axes, strict=True))
+    size = next(x.shape[a] for x, a in pairs if a is not None)
+    return product(*(batching.bdim_at_front(x, a, size) for x, a in pairs)), 0
+
+
+# Its parameter is that of ``dot_general``, which computes the same.
+_small_product = Primitive("small_product")
+_small_product.def_impl(jax.jit(_sums, static_argnames="dimension_numbers"))
+_small_product.def_abstract_eval(_shape_of_product)
+ad.defbilinear(
+    _small_product,
+    lambda g, left, right, **_: product(g, right.mT),
+    lambda g, left, right, **_: product(left.mT, g),
+)
+batching.primitive_batchers[_small_product] = _mapped_product
+mlir.register_lowering(_small_product, mlir.lower_fun(_sums, multiple_results=False))
 
 
 @jax.custom_jvp

@@ -27,6 +27,7 @@ from numpyro_gpaug.model.jaxpr import (
     ALONG,
     BY_ENTRY,
     MOVES,
+    PRODUCTS,
     RESHAPES,
     axes_of,
     called_jaxpr,
@@ -456,7 +457,7 @@ _REARRANGED: dict[str, Callable[[Any, Any, Any], Sequence[Any]]] = {
 }
 _RULES: dict[str, Callable[[Entries, Any, list[Term]], list[Places]]] = {
     **dict.fromkeys(_REARRANGED, Entries._rearranged), "pad": Entries._pad,
-    "gather": Entries._gather, "dot_general": Entries._dot_general,
+    **dict.fromkeys(PRODUCTS, Entries._dot_general), "gather": Entries._gather,
     "dynamic_slice": Entries._dynamic_slice,
     "dynamic_update_slice": Entries._dynamic_update_slice,
 }  # fmt: skip

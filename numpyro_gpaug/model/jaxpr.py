@@ -65,8 +65,10 @@ ALONG = {
     "argmin": "axes", "cumsum": "axis", "cumlogsumexp": "axis", "cummax": "axis",
     "cummin": "axis", "cumprod": "axis", "sort": "dimension",
 }  # fmt: skip
+# Products of matrices, with the parameters of ``dot_general``.
+PRODUCTS = {"dot_general", "small_product"}
 # Operations that are linear in one of two operands, the other fixed.
-BILINEAR = {"mul", "div", "dot_general", "conv_general_dilated"}
+BILINEAR = PRODUCTS | {"mul", "div", "conv_general_dilated"}
 # Operations that are linear in these operands together, the others fixed.
 LINEAR_IN = {
     "triangular_solve": (1,), "tridiagonal_solve": (3,), "scatter": (0, 2),

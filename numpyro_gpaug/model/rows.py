@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Literal
 
-from numpyro_gpaug.model.jaxpr import ALONG, BY_ENTRY, axes_of
+from numpyro_gpaug.model.jaxpr import ALONG, BY_ENTRY, PRODUCTS, axes_of
 
 _ROWWISE = BY_ENTRY | {"optimization_barrier"}
 # Over rows, too: repeated rows do not change their result.
@@ -178,7 +178,7 @@ def _keeps_rows(
             return False
         window = numbers.update_window_dims[whole.index(axis)]
         return ins[1:] == [None, window] and out == axis
-    if name == "dot_general":
+    if name in PRODUCTS:
         contracted, _ = params["dimension_numbers"]
         sides = zip(ins, contracted, strict=True)
         return all(axis not in axes for axis, axes in sides)
