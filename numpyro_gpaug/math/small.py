@@ -28,11 +28,11 @@ _Entries = list[list[Any]]
 def product(left: Array, right: Array) -> Array:
     """Return ``left @ right`` of matrices (..., R, S) and (..., S, n).
 
-    For matrices of more than three rows and columns XLA calls a library once for each
-    pair, on CPUs with several threads: this takes twenty times as long as sums of
-    products. The derivatives of such sums would be sums over short axes, which later
-    versions of XLA leave to a library, too. So the product is an operation of its own,
-    whose derivatives are products.
+    On CPUs with several threads XLA calls a library once for each pair of matrices with
+    more than three rows and columns. This takes twenty times as long as a sum of
+    products over an inner axis. The derivatives of such a sum would be sums over the
+    last axis, which XLA leaves to a library, too. So the product is an operation of its
+    own, whose derivatives are products.
     """
     if left.shape[-1] == 1:
         return left * right
@@ -51,9 +51,8 @@ def product(left: Array, right: Array) -> Array:
 
 
 def _sums(left: Array, right: Array, **_: Any) -> Array:
-    inner = range(left.shape[-1])
-    found: Any = sum(left[..., k, None] * right[..., None, k, :] for k in inner)
-    return found
+    """Return the product as a sum."""
+    return (left[..., None] * right[..., None, :, :]).sum(-2)
 
 
 def _shape_of_product(left: Any, right: Any, **_: Any) -> Any:
