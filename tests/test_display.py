@@ -110,7 +110,7 @@ def test_a_result_tells_its_bound_and_params():
         (np.full(20, 3.0), False, "converged: 0 nats over the last 2 steps"),
         (np.array([3.0, 2.0]), True, "converged: the bound stopped rising"),
         (300 + np.arange(20) % 2, False, "converged: 0 nats over the last 2 steps (+"),
-        (3 + np.arange(20) % 2, False, "converged, up to noise: 0 nats"),
+        (3 + np.arange(20) % 2, False, "no rise beyond noise: 0 nats"),
     ],
 )
 def test_a_result_says_whether_it_has_converged(losses, stopped, verdict):

@@ -113,7 +113,7 @@ class ConjugateResult(Displayed, SVIRunResult):
         noise = f" (+- {found.error:.1g})" if found.error else ""
         moved = f"{found.change:.2g} nats over the last {found.window} steps"
         noisy = found.hidden > HIDDEN * abs(found.elbo)
-        rest = "converged, up to noise" if noisy else one
+        rest = "no rise beyond noise" if noisy else one
         return f"{rest}: {moved}{noise}"
 
 
