@@ -826,6 +826,8 @@ def test_factors_between_those_known_and_far_from_them():
 
 def test_losses_of_searches_decide_where_factors_are_interpolated():
     drawer = Drawer.__new__(Drawer)
+    structure = SimpleNamespace(dtype=np.float32)
+    drawer.programs, drawer.best = SimpleNamespace(structure=structure), -np.inf
     doubts = np.geomspace(1e-6, 1e4, 31)
 
     def most(losses):
@@ -838,6 +840,10 @@ def test_losses_of_searches_decide_where_factors_are_interpolated():
     # Losses everywhere leave no interpolation, and none anywhere allow all of it.
     assert most(0.5 + 0 * doubts) < 1e-3
     assert most(0.001 + 0 * doubts) >= doubts[-1]
+    # Nor do losses that are rounding errors of a large bound.
+    drawer.best = -2e5
+    assert most(0.03 + 0 * doubts) >= doubts[-1]
+    assert most(0.5 + 0 * doubts) < 1e-3
     drawer._doubts, drawer._losses = [np.inf] * 31, [0.0] * 31
     assert not drawer._calibrated()
 

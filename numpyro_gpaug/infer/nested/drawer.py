@@ -302,10 +302,14 @@ class Drawer:
         order = np.argsort(doubts[seen])
         doubts, losses = doubts[seen][order], losses[seen][order]
         factor = np.quantile(losses / doubts, SURE)
+        # Rounded bounds of many data do not show smaller losses.
+        eps = float(np.finfo(self.programs.structure.dtype).eps)
+        rounding = 2 * eps * abs(self.best)
+        enough = max(ENOUGH, rounding) if np.isfinite(rounding) else ENOUGH
         # The largest error up to which enough of the losses are small, in all windows.
-        small = np.convolve(losses <= ENOUGH, np.full(LEAST, 1 / LEAST), "valid")
+        small = np.convolve(losses <= enough, np.full(LEAST, 1 / LEAST), "valid")
         known = doubts[LEAST - 1 :][np.logical_and.accumulate(small >= SURE)]
-        self._most = max(ENOUGH / max(factor, 1e-300), known.max(initial=0.0))
+        self._most = max(enough / max(factor, 1e-300), known.max(initial=0.0))
         return True
 
     def draw(
