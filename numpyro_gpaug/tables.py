@@ -45,8 +45,8 @@ UNEXPLAINED, MORE = 0.05, 3
 # smooth. These leave little unexplained, so that UNEXPLAINED does not show the lack.
 WORK = 2e8
 # By default there are as many inducing inputs for each class, in which its function can
-# differ from the others, unless they take DEARER times this work.
-EACH, DEARER = 8, 10
+# differ from the others.
+EACH = 8
 # The prior variance of the mean of a process.
 MEAN = 4.0
 LOG_TEMPERATURES = np.linspace(-4, 4, 81)
@@ -63,12 +63,12 @@ class TableClassifier(ClassifierMixin, BaseEstimator):
     (:func:`kernel`): a smooth function, with a lengthscale for each column, and a
     linear function if columns are few. With many columns these lengthscales are used if
     they raise the bound by more than a nat each. Inducing inputs are centres of
-    k-means: of few rows, about as many as rows; eight for each class, if that is not
-    too dear; and three times as many where they explain too little of the prior. The
-    labels that are left out decide how sure predictions are made (:func:`tempered`),
-    and, with that, between the scales, and how often the lengthscale of the largest
-    bound is halved: where classes separate, the bound, which does not know of the
-    temperature, is largest at functions that are too smooth.
+    k-means: of few rows, about as many as rows; at least eight for each class; and
+    three times as many where they explain too little of the prior. The labels that are
+    left out decide how sure predictions are made (:func:`tempered`), and, with that,
+    between the scales, and how often the lengthscale of the largest bound is halved:
+    where classes separate, the bound, which does not know of the temperature, is
+    largest at functions that are too smooth.
 
     It is a classifier of scikit-learn, for pipelines and cross-validation. Columns are
     numbers: encode categories and dates first, and impute what is missing.
@@ -338,8 +338,8 @@ def num_inducing(
     """
     default = more * (100 if X.shape[1] <= FEW else 200)
     if classes:
-        cheap, dear = (np.sqrt(x * WORK / (len(X) * classes)) for x in (1, DEARER))
-        default = max(default, int(cheap), min(EACH * classes, int(dear)))
+        cheap = int(np.sqrt(WORK / (len(X) * classes)))
+        default = max(default, cheap, EACH * classes)
     return min(default if most is None else more * most, len(np.unique(X, axis=0)))
 
 
