@@ -44,9 +44,6 @@ UNEXPLAINED, MORE = 0.05, 3
 # be this large. With few inducing inputs the bound prefers functions that are too
 # smooth. These leave little unexplained, so that UNEXPLAINED does not show the lack.
 WORK = 2e8
-# By default there are as many inducing inputs for each class, in which its function can
-# differ from the others.
-EACH = 8
 # The prior variance of the mean of a process.
 MEAN = 4.0
 LOG_TEMPERATURES = np.linspace(-4, 4, 81)
@@ -63,12 +60,12 @@ class TableClassifier(ClassifierMixin, BaseEstimator):
     (:func:`kernel`): a smooth function, with a lengthscale for each column, and a
     linear function if columns are few. With many columns these lengthscales are used if
     they raise the bound by more than a nat each. Inducing inputs are centres of
-    k-means: of few rows, about as many as rows; at least eight for each class; and
-    three times as many where they explain too little of the prior. The labels that are
-    left out decide how sure predictions are made (:func:`tempered`), and, with that,
-    between the scales, and how often the lengthscale of the largest bound is halved:
-    where classes separate, the bound, which does not know of the temperature, is
-    largest at functions that are too smooth.
+    k-means: of few rows, about as many as rows, and three times as many where they
+    explain too little of the prior. The labels that are left out decide how sure
+    predictions are made (:func:`tempered`), and, with that, between the scales, and how
+    often the lengthscale of the largest bound is halved: where classes separate, the
+    bound, which does not know of the temperature, is largest at functions that are too
+    smooth.
 
     It is a classifier of scikit-learn, for pipelines and cross-validation. Columns are
     numbers: encode categories and dates first, and impute what is missing.
@@ -214,7 +211,8 @@ class TableClassifier(ClassifierMixin, BaseEstimator):
         :param more: how many times as many inducing inputs.
         """
         X = self._scaled(X, scale)
-        size = num_inducing(X, self.num_inducing, more, len(self.classes_))
+        cheap = int(np.sqrt(WORK / (len(X) * len(self.classes_))))
+        size = num_inducing(X, self.num_inducing, more, cheap)
         prior = (0.5 * np.log(X.shape[1]), 1) if prior is None else prior
         given: dict[str, Any] = {
             "Z": inducing.kmeans(X, size, seed=self.seed), "apart": apart,
@@ -325,7 +323,7 @@ def kernel(
 
 
 def num_inducing(
-    X: np.ndarray, most: int | None = None, more: int = 1, classes: int = 0
+    X: np.ndarray, most: int | None = None, more: int = 1, cheap: int = 0
 ) -> int:
     """Return the number of inducing inputs: no more than there are different rows.
 
@@ -333,13 +331,9 @@ def num_inducing(
     :param most: 100 by default, twice as many for many columns: a function has more
         directions to vary in.
     :param more: how many times as many.
-    :param classes: the number of classes: with few rows, and many classes, the default
-        is larger.
+    :param cheap: a number below which the default does not fall.
     """
-    default = more * (100 if X.shape[1] <= FEW else 200)
-    if classes:
-        cheap = int(np.sqrt(WORK / (len(X) * classes)))
-        default = max(default, cheap, EACH * classes)
+    default = max(more * (100 if X.shape[1] <= FEW else 200), cheap)
     return min(default if most is None else more * most, len(np.unique(X, axis=0)))
 
 
