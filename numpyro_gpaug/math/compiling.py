@@ -16,9 +16,9 @@ from numpyro_gpaug.math.arrays import is_traced
 
 # The older code generator of jaxlib for CPUs. Programs of linear algebra spend their
 # time in library calls and in loops that both generators vectorise
-# (examples/benchmarks/compiling.py). Later versions of jaxlib do not have it. The first
-# level of LLVM's optimisations vectorises loops, too; the others take up to twice as
-# long to compile the same speed.
+# (examples/benchmarks/compiling.py). Later versions of jaxlib do not have it. Further
+# levels of LLVM's optimisations than the first, which vectorises loops, take up to
+# twice as long to compile, and programs are no faster.
 _OPTIONS: dict[str, Any] = {
     "xla_cpu_use_fusion_emitters": False, "xla_backend_optimization_level": 1,
 }  # fmt: skip
