@@ -4,8 +4,12 @@ inputs, and the temperature of the predictions."""
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable
+from functools import lru_cache, partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import jax
@@ -67,8 +71,9 @@ class TableClassifier(ClassifierMixin, BaseEstimator):
     bound, which does not know of the temperature, is largest at functions that are too
     smooth.
 
-    It is a classifier of scikit-learn, for pipelines and cross-validation. Columns are
-    numbers: encode categories and dates first, and impute what is missing.
+    It is a classifier of scikit-learn, for pipelines and cross-validation, and can be
+    pickled. Fits of similar tables share compiled programs. Columns are numbers: encode
+    categories and dates first, and impute what is missing.
     :meth:`beside_boosting` says whether gradient boosting is the better tool: for
     functions with steps, and many rows.
 
@@ -109,7 +114,6 @@ class TableClassifier(ClassifierMixin, BaseEstimator):
         self.classes_, self._codes = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
             raise ValueError(f"y has one class, {self.classes_}; expected two or more")
-        self._svi: dict[tuple[bool, int], ConjugateSVI] = {}
         self._centre, scale = X.mean(0), X.std(0)
         fit = self._fit(X, np.where(scale > 0, scale, 1), apart=X.shape[1] <= FEW)
         if X.shape[1] > FEW:
@@ -126,8 +130,25 @@ class TableClassifier(ClassifierMixin, BaseEstimator):
             fit = self._fit(X, fit.scale, **fit.again(), more=MORE)
         self._X, self._scale, self.result_ = fit.X, fit.scale, fit.result
         self.posterior_ = fit.posterior
-        self._probabilities = tempered(fit.posterior, fit.X, self._codes)
+        self._weights = _temperatures(fit.posterior, fit.X, self._codes)
         return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(super().__getstate__())
+        if "posterior_" in state:
+            with TemporaryDirectory() as folder:
+                path = Path(folder, "posterior.npz")
+                self.posterior_.save(path)
+                state["posterior_"] = path.read_bytes()
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "posterior_" in state:
+            with TemporaryDirectory() as folder:
+                path = Path(folder, "posterior.npz")
+                path.write_bytes(state["posterior_"])
+                self.posterior_ = Posterior.load(path, model)
 
     def predict_proba(self, X: Any) -> np.ndarray:
         """Return the probabilities of the classes, (n, C).
@@ -136,7 +157,7 @@ class TableClassifier(ClassifierMixin, BaseEstimator):
         """
         check_is_fitted(self)
         X = self._checked(X, reset=False)
-        return self._probabilities(self._scaled(X, self._scale))
+        return _mixed(self.posterior_, self._weights, self._scaled(X, self._scale))
 
     def predict(self, X: Any) -> np.ndarray:
         """Return the most probable labels, (n,).
@@ -218,10 +239,8 @@ class TableClassifier(ClassifierMixin, BaseEstimator):
             "Z": inducing.kmeans(X, size, seed=self.seed), "apart": apart,
             "classes": len(self.classes_), "prior": np.array(prior, X.dtype),
         }  # fmt: skip
-        known = apart, size
-        if known not in self._svi:
-            self._svi[known] = ConjugateSVI(model, AutoSparseGP(model))
-        svi = self._svi[known]
+        alike = apart, size, X.shape[1], len(self.classes_), X.dtype
+        svi = _programs(threading.get_ident(), *alike)
         result = svi.run(
             jax.random.key(self.seed), self.steps, X, self._codes, progress_bar=False,
             init_params={f"{k}_auto_loc": v for k, v in (start or {}).items()}, **given,
@@ -243,6 +262,16 @@ class TableClassifier(ClassifierMixin, BaseEstimator):
         across = linalg.solve_lower(factor, own(Z, fit.X))
         variance = np.asarray(own(fit.X))
         return float(np.mean(1 - np.square(np.asarray(across)).sum(0) / variance))
+
+
+@lru_cache(maxsize=8)
+def _programs(*alike: Any) -> ConjugateSVI:
+    """Return the ConjugateSVI of fits that can share compiled programs, as those of
+    the folds of a cross-validation can.
+
+    :param alike: the thread, and all that determines the shapes of the latents.
+    """
+    return ConjugateSVI(model, AutoSparseGP(model))
 
 
 class _Fit(NamedTuple):
@@ -350,15 +379,20 @@ def tempered(posterior: Posterior, X: Any, y: np.ndarray) -> Callable[[Any], Any
     :param X: the inputs of the fit.
     :param y: its labels.
     """
+    return partial(_mixed, posterior, _temperatures(posterior, X, y))
+
+
+def _temperatures(posterior: Posterior, X: Any, y: np.ndarray) -> np.ndarray:
+    """Return the posterior weights of the temperatures; see :func:`tempered`."""
     left_out = _log_probs(posterior.leave_one_out(X, y).probs)
-    weights = softmax(_tempering(left_out, y))
+    return softmax(_tempering(left_out, y))
 
-    def probabilities(X_new: Any) -> np.ndarray:
-        found = _log_probs(posterior.predict_y(X_new).probs)
-        each = (softmax(found / np.exp(t), 1) for t in LOG_TEMPERATURES)
-        return sum(w * p for w, p in zip(weights, each, strict=True))
 
-    return probabilities
+def _mixed(posterior: Posterior, weights: np.ndarray, X: Any) -> np.ndarray:
+    """Return class probabilities, averaged over weighted temperatures."""
+    found = _log_probs(posterior.predict_y(X).probs)
+    each = (softmax(found / np.exp(t), 1) for t in LOG_TEMPERATURES)
+    return sum(w * p for w, p in zip(weights, each, strict=True))
 
 
 def _tempering(left_out: np.ndarray, y: np.ndarray) -> np.ndarray:

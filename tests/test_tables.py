@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Classification of tables by default."""
 
+import pickle
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -59,6 +61,14 @@ def test_what_labels_that_are_left_out_choose(monkeypatch):
     with pytest.raises(ValueError, match="feature names"):
         classifier.predict(X[list("badcfehg")])
     assert np.ptp(classifier._scale) == 0
+    expected = classifier.predict_proba(X)
+    again = pickle.loads(pickle.dumps(classifier))
+    np.testing.assert_allclose(again.predict_proba(X), expected, atol=1e-6)
+    compiled = tables._programs.cache_info().misses
+    np.testing.assert_allclose(
+        clone(again).fit(X[:80], y[:80]).predict_proba(X), expected, atol=1e-6
+    )
+    assert tables._programs.cache_info().misses == compiled
     assert 0.4 < classifier.result_.params["lengthscale_auto_loc"] < 0.6
 
 
