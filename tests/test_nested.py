@@ -475,6 +475,7 @@ def test_a_sparse_process_is_named(of_counts, capsys):
     for text in (repr(nested), capsys.readouterr().out):
         assert "3 inducing values determine 9 values of f" in text
     assert "inducing" not in repr(of_counts)
+    assert "get_samples() returns 1000" in " ".join(repr(of_counts).split())
 
 
 def test_draws_go_to_arviz(of_counts):

@@ -529,7 +529,7 @@ class NestedVI(RunsModel, Displayed):
     def _display(self) -> tuple[str, Rows]:
         if self._run is None:
             return "NestedVI, not run yet", []
-        return "NestedVI", overview(self._run)
+        return "NestedVI", overview(self._run, self.num_samples)
 
     def _known(self) -> Run:
         if self._run is None:

@@ -84,21 +84,27 @@ def _sparse(structure: Any) -> str:
     )
 
 
-def overview(run: Any) -> list[tuple[str, str]]:
+def overview(run: Any, num_samples: int) -> list[tuple[str, str]]:
     """Return the run as rows of a table.
 
     :param run: a :class:`~numpyro_gpaug.infer.nested.draws.Run`.
+    :param num_samples: the requested number of equally weighted draws.
     """
     weighted, structure = run.weighted, run.programs.structure
     num, draws = weighted.log_ratios.shape
     hyper = ", ".join(structure.others) or "none"
     latents = ", ".join(f"{s.name} {s.value_shape}" for s in structure.sites)
     worth = run.independence * weighted.effective_size
+    samples = -(-num_samples // run.num_chains) * run.num_chains
     rows = [
         ("way", run.way),
         ("hyperparameters", hyper),
         ("latents", latents),
-        ("draws", f"{num} x {draws}, effective sample size {worth:.0f}"),
+        (
+            "draws",
+            f"{num} x {draws}, weighted: effective sample size {worth:.0f}; "
+            f"get_samples() returns {samples}",
+        ),
     ]
     if sparse := _sparse(structure):
         rows.append(("sparse", sparse))
