@@ -169,9 +169,9 @@ def _column(
     codes = {label: i for i, label in enumerate(labels)}
     if unknown := sorted(set(text) - set(labels)):
         raise ValueError(
-            f"{name} has {unknown[0]!r}, which is not among the {len(labels)} labels of "
-            f"the fit. To predict a new member pass integer codes ({len(labels)} for "
-            "the first; the order is that of the categories), and a larger plate"
+            f"{name} has {unknown[0]!r}, which is not among the {len(labels)} labels "
+            f"of the fit. To predict a new member pass integer codes ({len(labels)} "
+            "for the first; the order is that of the categories), and a larger plate"
         )
     found = np.array([codes[x] for x in text], np.int32)
     return found.reshape(plain.shape), labels
