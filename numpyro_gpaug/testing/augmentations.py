@@ -4,11 +4,15 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, random
+from jax.typing import ArrayLike
 from numpyro.distributions import Distribution
 
 from numpyro_gpaug.errors import UnknownLikelihoodError
@@ -79,11 +83,8 @@ def check_augmentation(
     ]
     check = _Check(augmentation, d, y, tolerance)
     check.gaussian_given_auxiliaries(draws, aux_key)
-    for means in draws:
-        for variance in (0.1, 4.0):
-            variances = {k: jnp.full_like(m, variance) for k, m in means.items()}
-            check.below_expectation(means, variances)
-        check.tight(means)
+    check.below_expectation(draws)
+    check.tight(draws)
 
 
 class _Check(NamedTuple):
@@ -100,6 +101,11 @@ class _Check(NamedTuple):
         augmentation, d, y, _ = self
         blocks = augmentation.gibbs_blocks(d)
         after = blocks.index(("aux",)) if ("aux",) in blocks else len(blocks)
+
+        @partial(jax.jit, static_argnums=3)
+        def left(f: Parameters, aux: Parameters, natural: Any, block: Any) -> Array:
+            return self._left(f, aux, natural, block)
+
         for origin in draws:
             drawn = draw_auxiliaries(key, augmentation.conditional(d, y, origin))
             natural = augmentation.natural(d, y, drawn, origin)
@@ -108,7 +114,7 @@ class _Check(NamedTuple):
                     continue
                 aux = drawn if i > after else {}
                 moved = [{**origin, **{k: f[k] for k in block}} for f in draws]
-                first, *others = (self._left(f, aux, natural, block) for f in moved)
+                first, *others = (left(f, aux, natural, block) for f in moved)
                 for other in others:
                     self._close(
                         other, first,
@@ -129,36 +135,51 @@ class _Check(NamedTuple):
             left = left - (gaussian if axis is None else gaussian.sum(axis))
         return left
 
-    def below_expectation(self, means: Parameters, variances: Parameters) -> None:
+    def below_expectation(self, draws: list[Parameters]) -> None:
         """Check that the bound is a lower bound, and that its Gaussian factors are
         proper."""
-        bound = self.augmentation.bound(self.d, self.y, means, variances)
-        exact = self._expectation(means, variances)
-        worst = float(jnp.max(bound - exact - self.tolerance * (1 + jnp.abs(exact))))
-        require(worst <= 0, f"the bound exceeds E log p(y | f), by {worst:.3g}")
-        for name, slope in jax.grad(self._total, 1)(means, variances).items():
-            least = float(jnp.min(-2 * slope))
-            require(
-                least >= -self.tolerance,
-                f"the site precision of {name!r} is {least:.3g} < 0",
-            )
 
-    def tight(self, means: Parameters) -> None:
+        @jax.jit
+        def found(means: Parameters, variance: float) -> tuple[Array, Array, Any]:
+            variances = {k: jnp.full_like(m, variance) for k, m in means.items()}
+            bound = self.augmentation.bound(self.d, self.y, means, variances)
+            slopes = jax.grad(self._total, 1)(means, variances)
+            return bound, self._expectation(means, variances), slopes
+
+        for means, variance in product(draws, (0.1, 4.0)):
+            bound, exact, slopes = jax.device_get(found(means, variance))
+            worst = np.max(bound - exact - self.tolerance * (1 + np.abs(exact)))
+            require(worst <= 0, f"the bound exceeds E log p(y | f), by {worst:.3g}")
+            for name, slope in slopes.items():
+                least = np.min(-2 * slope)
+                require(
+                    least >= -self.tolerance,
+                    f"the site precision of {name!r} is {least:.3g} < 0",
+                )
+
+    def tight(self, draws: list[Parameters]) -> None:
         """Check that the bound at zero variance equals the density, with the
         derivatives of ``natural``."""
         augmentation, d, y, _ = self
-        zeros = {k: jnp.zeros_like(m) for k, m in means.items()}
-        bound = augmentation.bound(d, y, means, zeros)
-        density = _at(d, means).log_prob(y)
-        self._close(bound, density, "the bound is not tight as v -> 0")
-        by_mean, by_variance = jax.grad(self._total, (0, 1))(means, zeros)
-        average = auxiliary_means(augmentation.conditional(d, y, means))
-        natural = augmentation.natural(d, y, average, means)
-        for name, (potential, precision) in natural.items():
-            site = -2 * by_variance[name]
-            found = by_mean[name] + site * means[name]
-            self._close(site, precision, f"site precision of {name!r} against natural")
-            self._close(found, potential, f"site potential of {name!r} against natural")
+
+        @jax.jit
+        def found(means: Parameters) -> tuple[Any, ...]:
+            zeros = {k: jnp.zeros_like(m) for k, m in means.items()}
+            bound = augmentation.bound(d, y, means, zeros)
+            slopes = jax.grad(self._total, (0, 1))(means, zeros)
+            average = auxiliary_means(augmentation.conditional(d, y, means))
+            natural = augmentation.natural(d, y, average, means)
+            return bound, _at(d, means).log_prob(y), slopes, natural
+
+        for means in draws:
+            bound, density, (by_mean, by_variance), natural = found(means)
+            self._close(bound, density, "the bound is not tight as v -> 0")
+            for name, (potential, precision) in natural.items():
+                site = -2 * np.asarray(by_variance[name])
+                moved = by_mean[name] + site * np.asarray(means[name])
+                where = f"of {name!r} against natural"
+                self._close(site, precision, f"site precision {where}")
+                self._close(moved, potential, f"site potential {where}")
 
     def _total(self, means: Parameters, variances: Parameters) -> Array:
         return jnp.sum(self.augmentation.bound(self.d, self.y, means, variances))
@@ -181,9 +202,10 @@ class _Check(NamedTuple):
         densities = jax.vmap(lambda f: _at(d, {name: f}).log_prob(y))(values)
         return jnp.tensordot(weights, densities, 1)
 
-    def _close(self, value: Array, expected: Array, what: str) -> None:
-        error = jnp.abs(value - expected) / (1 + jnp.abs(expected))
-        worst, most = float(jnp.max(error)), self.tolerance
+    def _close(self, value: ArrayLike, expected: ArrayLike, what: str) -> None:
+        found, right = np.asarray(value), np.asarray(expected)
+        error = np.abs(found - right) / (1 + np.abs(right))
+        worst, most = np.max(error), self.tolerance
         require(worst <= most, f"{what}: relative error {worst:.3g} > {most:.3g}")
 
 
