@@ -14,6 +14,7 @@ import numpyro.distributions as dist
 import pytest
 
 import numpyro_gpaug as gpaug
+from numpyro_gpaug.predict.arguments import _ranges
 from tests.archives import at_start
 
 KEY = jax.random.key(0)
@@ -146,6 +147,8 @@ def test_rows_far_from_those_of_the_fit() -> None:
         posterior.predict_y(X * [1, 12] + [0, 50])
     for inputs in (X, X[:1], 2 * X, X[np.abs(X).max(1).argmax()][None]):
         posterior.predict_y(inputs)
+    (years,) = _ranges(2021 + 1e-3 * X[:, 0])
+    assert abs(years.mean - 2021 - 1e-3 * X[:, 0].mean()) < years.spread
 
 
 @pytest.mark.parametrize(

@@ -389,8 +389,9 @@ def _ranges(x: Any) -> tuple[Range, ...]:
         return ()
     mean, spread = rows.mean(0), rows.std(0)
     reach = np.abs(rows - mean).max(0) / np.where(spread > 0, spread, np.inf)
+    # A mean may be far larger than the deviation: years, degrees of longitude.
     columns = zip(mean, spread, np.ceil(reach), strict=True)
-    return tuple(Range(*(float(f"{number:.3g}") for number in c)) for c in columns)
+    return tuple(Range(*(float(f"{number:.12g}") for number in c)) for c in columns)
 
 
 def _lengths(tree: Any) -> set[int]:
