@@ -89,7 +89,10 @@ def test_a_joint_gaussian_is_near_refits(name) -> None:
         return svi.posterior(svi.run(KEY, 100, *data, progress_bar=False)), data
 
     posterior, data = fitted(np.arange(40))
-    left_out = posterior.leave_one_out(*data).log_prob(y)
+    found = posterior.leave_one_out(*data)
+    # Densities know that the nodes are those of so many predictors.
+    assert name == "normal" or found.dimensions == (1 if name == "counts" else 2)
+    left_out = found.log_prob(y)
     inside = posterior.log_prob(*data)
     for row in (3, 17, 30):
         others, _ = fitted(np.arange(40) != row)

@@ -10,7 +10,9 @@ import numpy as np
 import numpyro.distributions as dist
 import pytest
 
+from numpyro_gpaug._numpyro import Ordered
 from numpyro_gpaug.distributions.predictor_mixture import PredictorMixture
+from numpyro_gpaug.math.expectation import nodes
 from tests.conftest import slow
 
 DISTRIBUTIONS: dict[str, Callable[[Any], dist.Distribution]] = {
@@ -58,6 +60,49 @@ def test_draws_follow_the_probabilities(name: str) -> None:
     np.testing.assert_allclose(found, expected, atol=4 * np.sqrt(0.25 / 20_000))
     # Every datum draws its own node: neighbours are independent.
     assert np.abs(np.corrcoef(draws.T) - np.eye(4)).max() < 0.035
+
+
+# By number of predictors; their standard deviation is one.
+NARROW: dict[int, Callable[[Any], dist.Distribution]] = {
+    1: lambda z: dist.Poisson(jnp.exp(5 + z[0])),
+    # Its arrays have another order than those of the mixture.
+    2: lambda z: dist.BetaProportion(jax.nn.sigmoid(z[0]), jnp.exp(6 + 0.3 * z[1])),
+}
+
+
+@pytest.mark.parametrize("dimensions", [1, slow(2)])
+def test_likelihoods_that_are_narrower_than_the_distance_of_nodes(
+    dimensions: int,
+) -> None:
+    def of(z: Any) -> dist.Distribution:
+        z = jnp.stack(jnp.broadcast_arrays(*z))
+        return NARROW[dimensions](z)
+
+    x, weights = nodes(dimensions, jnp.zeros(0).dtype)
+    each = jax.vmap(lambda z: of([*jnp.broadcast_to(z[:, None], (dimensions, 3))]))
+    leaves, treedef = jax.tree.flatten(Ordered(each(x)))
+    component = of(jnp.zeros((dimensions, 3)))
+    varies = tuple(jnp.ndim(leaf) > 0 for leaf in leaves)
+    mixture = PredictorMixture(
+        tuple(leaves), weights, jax.tree.structure(Ordered(component)), varies,
+        (3,), (), dimensions,
+    )  # fmt: skip
+    y = jnp.array([40, 150, 1200]) if dimensions == 1 else jnp.array([0.1, 0.6, 0.8])
+    fine = np.linspace(-5, 5, 2001 if dimensions == 1 else 401)
+    z = np.stack([x.ravel() for x in np.meshgrid(*[fine] * dimensions)])
+    log_weights = jax.nn.log_softmax(-0.5 * jnp.square(z).sum(0))
+    known = of(z[..., None])
+    expected = jax.nn.logsumexp(log_weights[:, None] + known.log_prob(y), 0)
+    np.testing.assert_allclose(mixture.log_prob(y), expected, atol=2e-3)
+    if dimensions == 2:
+        return
+    below = (jnp.exp(log_weights)[:, None] * known.cdf(y)).sum(0)
+    np.testing.assert_allclose(mixture.cdf(y), below, atol=2e-3)
+    draws = mixture.sample(jax.random.key(0), (2000,))
+    np.testing.assert_allclose((draws <= y).mean(0), below, atol=0.04)
+    # Draws at the nodes alone are close to a few numbers, in logarithms .35 apart.
+    middle = jnp.sort(jnp.log(draws[:, 1]))[100:-100]
+    assert jnp.diff(middle).max() < 0.1
 
 
 class Silent(dist.Distribution):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any, TypeVar
@@ -10,10 +11,11 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpyro.distributions as dist
-from jax import Array, random
+from jax import Array, lax, random
 from numpyro.distributions import Distribution, constraints
 
 from numpyro_gpaug._numpyro import Ordered
+from numpyro_gpaug.distributions._grid import Grid, stepped_over
 from numpyro_gpaug.distributions.mixtures import bounds, quantile
 from numpyro_gpaug.math.compiling import jit_for_few_runs
 
@@ -66,10 +68,14 @@ class PredictorMixture(Distribution):
     :param varies: which leaves vary.
     :param batch_shape: batch shape of a component.
     :param event_shape: event shape of a component.
+    :param dimensions: the number of predictors of each datum, if the nodes are those of
+        :func:`.expectation.nodes`. Densities, probabilities and draws then interpolate
+        the parameters between nodes: a large count has a likelihood that is narrower
+        than their distances.
     """
 
     pytree_data_fields = ("leaves", "weights")
-    pytree_aux_fields = ("treedef", "varies")
+    pytree_aux_fields = ("treedef", "varies", "dimensions")
     arg_constraints: dict[str, Any] = {}
 
     def __init__(
@@ -80,9 +86,11 @@ class PredictorMixture(Distribution):
         varies: tuple[bool, ...],
         batch_shape: tuple[int, ...],
         event_shape: tuple[int, ...],
+        dimensions: int = 0,
     ) -> None:
         self.leaves, self.weights = tuple(leaves), weights
         self.treedef, self.varies = treedef, varies
+        self.dimensions = dimensions
         super().__init__(batch_shape, event_shape, validate_args=False)
 
     def over_members(self, weights: Array) -> PredictorMixture:
@@ -100,7 +108,7 @@ class PredictorMixture(Distribution):
         )
         return PredictorMixture(
             leaves, both.reshape(-1, *both.shape[2:]), self.treedef,
-            (True,) * len(leaves), self.batch_shape, self.event_shape,
+            (True,) * len(leaves), self.batch_shape, self.event_shape, self.dimensions,
         )  # fmt: skip
 
     def of_labels(self) -> Distribution:
@@ -109,13 +117,14 @@ class PredictorMixture(Distribution):
         component = self._component
         # Not for subclasses, whose density may differ.
         if type(component) in _BINARY:
-            no, yes = (self.log_prob(jnp.full(self.batch_shape, k)) for k in (0, 1))
+            no, yes = (self._by_nodes(jnp.full(self.batch_shape, k))[0] for k in (0, 1))
             return dist.Bernoulli(logits=yes - no)
         if type(component) in _CLASSES:
             classes = jnp.arange(component.probs.shape[-1])
             labels = classes.reshape(-1, *[1] * len(self.batch_shape))
             labels = jnp.broadcast_to(labels, (classes.size, *self.batch_shape))
-            return dist.Categorical(logits=jax.vmap(self.log_prob, 0, -1)(labels))
+            each = jax.vmap(lambda y: self._by_nodes(y)[0], 0, -1)(labels)
+            return dist.Categorical(logits=each)
         return self
 
     @property
@@ -129,6 +138,9 @@ class PredictorMixture(Distribution):
             next(given) if v else x
             for x, v in zip(self.leaves, self.varies, strict=True)
         ]
+        return self._of_leaves(leaves)
+
+    def _of_leaves(self, leaves: list[Array]) -> Any:
         found = jax.tree.unflatten(self.treedef, leaves)
         return found.tree if isinstance(found, Ordered) else found
 
@@ -197,25 +209,117 @@ class PredictorMixture(Distribution):
         apart = jnp.square(means - self._average(means, dims))
         return within + self._average(apart, dims)
 
-    @_one_program
     def log_prob(self, value: Array) -> Array:
+        return self._where_needed("_log_density", value)
+
+    def cdf(self, value: Array) -> Array:
+        return self._where_needed("_probability", value)
+
+    def _where_needed(self, name: str, value: Array) -> Array:
+        """Return an average by the nodes of the mixture, or by others where these step
+        over the peak of the likelihood."""
+        found, wrong = getattr(self, name)(value)
+        if wrong is None:
+            return found
+        # A program that is being traced contains both.
+        if isinstance(wrong, jax.core.Tracer) or wrong.any():
+            return getattr(self, f"{name}_between")(value)
+        return found
+
+    @_one_program
+    def _log_density(self, value: Array) -> tuple[Array, Array | None]:
+        found, densities = self._by_nodes(value)
+        return found, self._stepped_over(densities)
+
+    @_one_program
+    def _log_density_between(self, value: Array) -> Array:
+        return self._between_nodes(value, *self._by_nodes(value))
+
+    def _by_nodes(self, value: Array) -> tuple[Array, Array]:
         densities = self._each(lambda d: d.log_prob(value))
         weights = self._weighed(jnp.isnan(densities) | (densities == jnp.inf))
         terms = jnp.where(weights > 0, jnp.log(weights) + densities, -jnp.inf)
-        return jax.nn.logsumexp(terms, 0)
+        return jax.nn.logsumexp(terms, 0), densities
 
     @_one_program
-    def cdf(self, value: Array) -> Array:
-        def below(d: Any) -> Array:
-            # Formulas apply inside of a support alone.
-            low, high = bounds(d.support)
-            inside = _cdf(d, jnp.clip(value, low, high))
-            return jnp.where(value < low, 0, jnp.where(value > high, 1, inside))
-
+    def _probability(self, value: Array) -> tuple[Array, Array | None]:
         draws = "count draws, (predicted.sample(key, (1000,)) <= value).mean(0), or "
-        return self._average(
-            self._known("cdf", below, f"{draws}define cdf in the class")
+        found = self._average(
+            self._known(
+                "cdf", lambda d: _below(d, value), f"{draws}define cdf in the class"
+            )
         )
+        return found, self._stepped_over(self._by_nodes(self._turn(value))[1])
+
+    @_one_program
+    def _probability_between(self, value: Array) -> Array:
+        found, at = self._probability(value)[0], self._turn(value)
+        densities = self._by_nodes(at)[1]
+        log = self._between_nodes(
+            at, jnp.log(found), densities, lambda d, y: jnp.log(_below(d, y))
+        )
+        return jnp.minimum(jnp.exp(log), 1)
+
+    def _turn(self, value: Array) -> Array:
+        """Return the data at whose likely predictors a probability turns."""
+        return jnp.floor(value) if self.is_discrete else value
+
+    def _stepped_over(self, densities: Array) -> Array | None:
+        """Whether the nodes step over the peak of the likelihood, by data; ``None`` if
+        they are all that is known."""
+        if not self.dimensions or densities.size == 0 or self._constraints() is None:
+            return None
+        weights = self._aligned(self.weights, densities)
+        return stepped_over(jnp.log(weights) + densities, self.dimensions)
+
+    def _between_nodes(
+        self,
+        value: Array,
+        found: Array,
+        densities: Array,
+        function: Callable[[Any, Array], Array] | None = None,
+    ) -> Array:
+        """Return the logarithm of the average of a function of components, by nodes
+        near the peak of the likelihood where the mixture's nodes step over it.
+
+        :param value: the data, which determine the peak.
+        :param found: the logarithm by the mixture's own nodes.
+        :param densities: the log-densities of the data at the nodes.
+        :param function: the logarithm of the function of a component and of data; by
+            default the log-density.
+        """
+        known, wrong = self._constraints(), self._stepped_over(densities)
+        if known is None or wrong is None:
+            return found
+        grid = Grid(self.dimensions, self._moving, known, self.batch_shape)
+        shape = found.shape
+        value = jnp.broadcast_to(value, shape + self.event_shape)
+        draws = math.prod(shape[: len(shape) - len(self.batch_shape)])
+        value = value.reshape(draws, *self.batch_shape, *self.event_shape)
+        weights = self._aligned(self.weights, densities)
+        weights = jnp.broadcast_to(weights, densities.shape)
+
+        def refined(value: Array, densities: Array, weights: Array) -> Array:
+            def density(moving: list[Array]) -> Array:
+                found: Array = self._with(moving).log_prob(value)
+                return found
+
+            def other(moving: list[Array]) -> Array:
+                assert function is not None
+                return function(self._with(moving), value)
+
+            averaged = None if function is None else other
+            return grid.log_average(density, averaged, densities, weights)
+
+        def flat(x: Array) -> Array:
+            return x.reshape(len(x), draws, *self.batch_shape)
+
+        def all_of(_: None) -> Array:
+            each = (value, flat(densities), flat(weights))
+            return jax.vmap(refined, (0, 1, 1))(*each).reshape(shape)
+
+        other = lax.cond(wrong.any(), all_of, lambda _: found, None)
+        return jnp.where(wrong & jnp.isfinite(other), other, found)
 
     @_one_program
     def icdf(self, q: Array) -> Array:
@@ -238,39 +342,46 @@ class PredictorMixture(Distribution):
         else:
             weights = jnp.log(self.weights)
             chosen = random.categorical(node_key, weights, 0, shape=shape)
-        known = self._event_dims()
+        known = self._constraints()
         if known is None:
             # Several data at different nodes may share a parameter.
             chosen = chosen.reshape(shape + (1,) * self.event_dim)
             draws = self._each(lambda d: d.sample(key, sample_shape))
             return jnp.take_along_axis(draws, chosen[None], 0)[0]
-        values = []
-        for x, dims in zip(self._moving, known, strict=True):
-            each = self.batch_shape + x.shape[x.ndim - dims :]
-            values.append(jax.vmap(partial(jnp.broadcast_to, shape=each))(x))
+        grid = Grid(self.dimensions, self._moving, known, self.batch_shape)
 
         def draw(key: Array, chosen: Array) -> Array:
-            at = [
-                jnp.take_along_axis(
-                    x, chosen.reshape(1, *chosen.shape, *(1,) * dims), 0
-                )[0]
-                for x, dims in zip(values, known, strict=True)
-            ]
-            return self._with(at).sample(key)
+            if not self.dimensions:
+                return self._with(grid.at_nodes(chosen[None])).sample(key)
+            # The node only states the member.
+            key, node_key = random.split(key)
+            dtype = self.weights.dtype
+            z = random.normal(node_key, (self.dimensions, *chosen.shape), dtype)
+            return self._with(grid.between(z, chosen // grid.size)).sample(key)
 
         flat = chosen.reshape(-1, *self.batch_shape)
         draws = jax.vmap(draw)(random.split(key, len(flat)), flat)
         return draws.reshape(shape + self.event_shape)
 
-    def _event_dims(self) -> list[int] | None:
-        """Return the number of trailing axes of each varying array that are not axes of
-        data; ``None`` unless all arrays are parameters with known axes."""
-        component = self._component
-        given = _parameters(component, self.batch_shape)
-        found = [given.get(id(x)) for x in jax.tree.leaves(component)]
+    def _constraints(self) -> list[Any] | None:
+        """Return the constraint of each varying array, which states its trailing axes
+        that are not axes of data; ``None`` unless all arrays are known parameters."""
+        # Not the leaves of the component, which may have another order.
+        leaves = [
+            x[0] if v else x for x, v in zip(self.leaves, self.varies, strict=True)
+        ]
+        given = _parameters(self._of_leaves(leaves), self.batch_shape)
+        found = [given.get(id(x)) for x in leaves]
         moving = [f for f, v in zip(found, self.varies, strict=True) if v]
-        dims = [f for f in moving if f is not None]
-        return dims if len(dims) == len(moving) else None
+        return None if any(f is None for f in moving) else moving
+
+
+def _below(d: Any, value: Array) -> Array:
+    """Return the probability of at most a value."""
+    # Formulas apply inside of a support alone.
+    low, high = bounds(d.support)
+    inside = _cdf(d, jnp.clip(value, low, high))
+    return jnp.where(value < low, 0, jnp.where(value > high, 1, inside))
 
 
 def _cdf(d: Any, value: Array) -> Array:
@@ -283,17 +394,17 @@ def _cdf(d: Any, value: Array) -> Array:
     return d.cdf(value)
 
 
-def _parameters(fn: Distribution, batch_shape: tuple[int, ...]) -> dict[int, int]:
-    """Return the event dimensions of the parameters of a distribution and of its base
+def _parameters(fn: Distribution, batch_shape: tuple[int, ...]) -> dict[int, Any]:
+    """Return the constraints of the parameters of a distribution and of its base
     distributions, by the identity of the arrays."""
     if fn.batch_shape != batch_shape:
         return {}
-    dims: dict[str, int] = {}
+    own: dict[str, Any] = {}
     for kind in reversed(type(fn).__mro__):
         constrained = vars(kind).get("arg_constraints", {})
         if isinstance(constrained, dict):
-            dims |= {k: c.event_dim for k, c in constrained.items() if _knows(c)}
-    found = {id(x): dims[name] for name, x in vars(fn).items() if name in dims}
+            own |= {k: c for k, c in constrained.items() if _knows(c)}
+    found = {id(x): own[name] for name, x in vars(fn).items() if name in own}
     inner = jax.tree.leaves(
         fn, is_leaf=lambda x: isinstance(x, Distribution) and x is not fn
     )

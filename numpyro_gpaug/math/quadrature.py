@@ -90,8 +90,22 @@ def peaked_nodes(
     scale = _scale(variance)
     fixed = lax.stop_gradient((mean, scale))
     peak = lax.stop_gradient(_peak(log_g, *fixed))
+    return shifted_nodes(mean, scale, peak, centre, width)
+
+
+def shifted_nodes(
+    mean: Array, scale: Array, peak: Array, centre: ArrayLike, width: ArrayLike
+) -> tuple[Array, Array]:
+    """Return the nodes of :func:`peaked_nodes` for a known peak.
+
+    :param mean: mean of ``f``.
+    :param scale: its standard deviation.
+    :param peak: the place of the peak, in standard deviations from the mean.
+    :param centre: where ``g`` turns, for peaks near the mean.
+    :param width: the width of the turn.
+    """
     shift = jnp.where(jnp.abs(peak) > _NEAR, peak, 0)
-    here = fixed[0] + shift * fixed[1]
+    here = lax.stop_gradient(mean) + shift * lax.stop_gradient(scale)
     centre = jnp.where(shift == 0, centre, here)
     mean, scale, here, shift = jnp.broadcast_arrays(mean, scale, here, shift)
     z, log_weights = _standard_nodes(here, scale, centre, width)

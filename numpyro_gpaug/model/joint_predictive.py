@@ -498,7 +498,7 @@ class JointPredictiveView(JointView):
         ]))  # fmt: skip
         given = tuple(next(moved) if moves else next(still) for moves in varies)
         mixture = PredictorMixture(
-            given, weights, treedef, varies, fn.batch_shape, fn.event_shape
+            given, weights, treedef, varies, fn.batch_shape, fn.event_shape, len(roots)
         )
         return mixture.of_labels()
 

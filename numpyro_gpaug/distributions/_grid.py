@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters of a likelihood at quadrature nodes, interpolated between these.
+
+A likelihood that is narrow beside the distance of two nodes (a large count, a precise
+measurement) is stepped over by a fixed rule. Its parameters are smooth functions of the
+predictors, so they are interpolated, on the scale on which they are unconstrained. (A
+rate that is the exponential of a predictor is then exact.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from numpyro_gpaug.distributions.mixtures import bounds
+from numpyro_gpaug.math.expectation import NODES
+from numpyro_gpaug.math.quadrature import gaussian_nodes, shifted_nodes
+
+# The number of nodes of a polynomial.
+_POINTS = 6
+# The number of Newton steps to a peak, from the highest node.
+_STEPS = 12
+
+# The largest share of one node in a sum that is accurate: the likelihood is then wider
+# than the distance of two nodes.
+_COARSE = 0.25
+
+Density = Callable[[list[Array]], Array]
+
+
+def stepped_over(log_terms: Array, dimensions: int) -> Array:
+    """Whether few nodes have most of a sum along a predictor, by data.
+
+    :param log_terms: the logarithms of its terms, (members * nodes, ...).
+    :param dimensions: the number of predictors.
+    """
+    shares = jax.nn.softmax(log_terms, 0)
+    shares = shares.reshape(-1, *[NODES[dimensions]] * dimensions, *shares.shape[1:])
+    # The other predictor is summed out, and members keep their shares.
+    alone = [
+        shares.sum([1 + k for k in range(dimensions) if k != axis]).max(1).sum(0)
+        for axis in range(dimensions)
+    ]
+    return jnp.stack(alone).max(0) > _COARSE
+
+
+class Grid:
+    """Arrays at the nodes of :func:`.expectation.nodes`, of one or more members.
+
+    :param dimensions: the number of predictors.
+    :param arrays: (members * nodes, ...).
+    :param kinds: the constraints of the arrays.
+    :param batch_shape: the shape of the data.
+    """
+
+    def __init__(
+        self,
+        dimensions: int,
+        arrays: list[Array],
+        kinds: list[Any],
+        batch_shape: tuple[int, ...],
+    ) -> None:
+        self.dimensions, self.kinds, self.batch_shape = dimensions, kinds, batch_shape
+        if dimensions:
+            x, weights = np.polynomial.hermite_e.hermegauss(NODES[dimensions])
+            self.x, self.log_weights = x, np.log(weights / weights.sum())
+            self.size = len(x) ** dimensions
+        self.arrays = []
+        for array, kind in zip(arrays, kinds, strict=True):
+            shape = batch_shape + array.shape[array.ndim - kind.event_dim :]
+            fill = partial(jnp.broadcast_to, shape=shape)
+            self.arrays.append(jax.vmap(fill)(array))
+
+    def at_nodes(self, index: Array) -> list[Array]:
+        """Return the arrays at nodes.
+
+        :param index: an index for each datum, (1, batch).
+        """
+        return [x[0] for x in self._rows(self.arrays, index)]
+
+    def _rows(self, arrays: list[Array], index: Array) -> list[Array]:
+        return [
+            jnp.take_along_axis(x, _beside(index, c), 0)
+            for x, c in zip(arrays, self.kinds, strict=True)
+        ]
+
+    def between(self, z: Array, member: Array | int) -> list[Array]:
+        """Return the arrays anywhere.
+
+        :param z: standard normal numbers, (dimensions, batch).
+        :param member: the member of each datum, or of all.
+        """
+        places, weights = zip(*map(self._polynomial, z), strict=True)
+        num = len(self.x)
+        index, share = [], []
+        for each in product(range(_POINTS), repeat=self.dimensions):
+            at = jnp.asarray(member)
+            for place, k in zip(places, each, strict=True):
+                at = at * num + place + k
+            index.append(jnp.broadcast_to(at, self.batch_shape))
+            factors = [w[k] for w, k in zip(weights, each, strict=True)]
+            share.append(jnp.prod(jnp.stack(factors), 0))
+        free = [_free(x, c) for x, c in zip(self.arrays, self.kinds, strict=True)]
+        return self._combined(free, jnp.stack(index), jnp.stack(share))
+
+    def _combined(self, free: list[Array], index: Array, weights: Array) -> list[Array]:
+        """Return sums of rows of arrays without bounds, with their bounds.
+
+        :param index: rows for each datum, (terms, batch).
+        :param weights: their weights, in the same shape.
+        """
+        return [
+            _constrained((_beside(weights, c) * x).sum(0), c)
+            for x, c in zip(self._rows(free, index), self.kinds, strict=True)
+        ]
+
+    def _polynomial(self, z: Array) -> tuple[Array, Array]:
+        """Return the first node of a polynomial, and the weights of its nodes."""
+        x = jnp.asarray(self.x, z.dtype)
+        z = jnp.clip(z, x[0], x[-1])
+        first = jnp.searchsorted(x, lax.stop_gradient(z)) - _POINTS // 2
+        first = jnp.clip(first, 0, len(x) - _POINTS)
+        near = [x[first + k] for k in range(_POINTS)]
+        weights = [
+            jnp.prod(
+                jnp.stack([(z - b) / (a - b) for j, b in enumerate(near) if j != i]), 0
+            )
+            for i, a in enumerate(near)
+        ]
+        return first, jnp.stack(weights)
+
+    def log_average(
+        self,
+        density: Density,
+        function: Density | None,
+        densities: Array,
+        weights: Array,
+    ) -> Array:
+        """Return the logarithm of an average over members and predictors, by nodes
+        around the peaks of the density along one predictor, and the nodes of the grid
+        along the other.
+
+        :param density: the log-density of data, given the arrays.
+        :param function: the logarithm of what is averaged, if it is not the density: a
+            function that turns at the peak.
+        :param densities: log-densities at the nodes, (members * nodes, batch).
+        :param weights: weights of the nodes, of this shape.
+        """
+        num, batch = len(self.x), self.batch_shape
+        axes = [num] * self.dimensions
+
+        def lines(x: Array, axis: int) -> Array:
+            """Order nodes by lines along an axis: (lines, nodes, ...)."""
+            table = x.reshape(-1, *axes, *x.shape[1:])
+            table = jnp.moveaxis(table, 1 + axis, self.dimensions)
+            return table.reshape(-1, num, *x.shape[1:])
+
+        def along(line: tuple[list[Array], Array]) -> tuple[Array, Array]:
+            arrays, dense = line
+
+            def of(z: Array) -> list[Array]:
+                first, weights = self._polynomial(z)
+                index = first + jnp.arange(_POINTS).reshape(-1, *[1] * len(batch))
+                return self._combined(arrays, index, weights)
+
+            at, log_weights = self._nodes(lambda z: density(of(z)), dense, shifted)
+            terms = jax.vmap(lambda z: jnp.stack([f(of(z)) for f in functions]))(at)
+            terms = jnp.where(jnp.isnan(terms), -jnp.inf, terms)
+            one, *others = jax.nn.logsumexp(log_weights[:, None] + terms, 0)
+            return one, (others or [one])[0]
+
+        functions = [density, *([] if function is None else [function])]
+        shifted = function is None
+        free = [_free(x, c) for x, c in zip(self.arrays, self.kinds, strict=True)]
+        members = weights.reshape(-1, self.size, *weights.shape[1:]).sum(1)
+        found, shares = [], []
+        for axis in range(self.dimensions):
+            given = [lines(x, axis) for x in free], lines(densities, axis)
+            each, average = (
+                x.reshape(len(members), -1, *batch) for x in lax.map(along, given)
+            )
+            if self.dimensions == 1:
+                return jax.nn.logsumexp(jnp.log(members) + average[:, 0], 0)
+            outer = jnp.asarray(self.log_weights, each.dtype)
+            outer = outer.reshape(-1, *(1,) * len(batch))
+            shares.append(jax.nn.softmax(outer + each, 1).max(1))
+            found.append(jax.nn.logsumexp(outer + average, 1))
+        # The nodes of the grid must not step over the peak of what is left.
+        best = jnp.where(shares[0] <= shares[1], found[0], found[1])
+        return jax.nn.logsumexp(jnp.log(members) + best, 0)
+
+    def _nodes(
+        self, density: Callable[[Array], Array], densities: Array, shifted: bool
+    ) -> tuple[Array, Array]:
+        """Return nodes of one predictor around the peak of a density, and their
+        log-weights, nodes first.
+
+        :param density: the log-density, elementwise.
+        :param densities: the log-densities at the nodes of the grid, nodes first.
+        :param shifted: whether a peak far away is all that matters.
+        """
+        x = jnp.asarray(self.x, densities.dtype)
+        heights = densities - 0.5 * jnp.square(x).reshape(
+            -1, *[1] * len(self.batch_shape)
+        )
+        top = jnp.argmax(jnp.where(jnp.isnan(heights), -jnp.inf, heights), 0)
+        low, high = x[jnp.maximum(top - 1, 0)], x[jnp.minimum(top + 1, len(x) - 1)]
+
+        def slope(z: Array) -> Array:
+            along = jax.jvp(density, (z,), (jnp.ones_like(z),))[1]
+            return along - z
+
+        def step(_: int, at: tuple[Array, Array]) -> tuple[Array, Array]:
+            z = at[0]
+            rise, curvature = jax.jvp(slope, (z,), (jnp.ones_like(z),))
+            # The curvature of the prior, where the likelihood has none.
+            curvature = jnp.where(curvature < -1, -curvature, 1)
+            moved = jnp.clip(z + rise / curvature, low, high)
+            return jnp.where(jnp.isnan(moved), z, moved), lax.rsqrt(curvature)
+
+        start = x[top], jnp.ones_like(low)
+        peak, width = lax.stop_gradient(lax.fori_loop(0, _STEPS, step, start))
+        zero = jnp.zeros_like(peak)
+        if shifted:
+            at, log_weights = shifted_nodes(zero, zero + 1, peak, peak, width)
+        else:
+            at, log_weights = gaussian_nodes(zero, zero + 1, peak, width)
+        return jnp.moveaxis(at, -1, 0), jnp.moveaxis(log_weights, -1, 0)
+
+
+def _beside(x: Array, kind: Any) -> Array:
+    """Return an array with the trailing axes that a parameter has."""
+    return x.reshape(x.shape + (1,) * kind.event_dim)
+
+
+def _ends(kind: Any) -> tuple[bool, bool]:
+    """Whether a constraint is bounded by zero below, and by one above."""
+    low, high = bounds(kind)
+    zero = isinstance(low, int | float) and low == 0
+    return zero, zero and isinstance(high, int | float) and high == 1
+
+
+def _free(x: Array, kind: Any) -> Array:
+    """Return an array on a scale without bounds, if its bounds are 0 and 1."""
+    positive, share = _ends(kind)
+    tiny, eps = jnp.finfo(x.dtype).tiny, jnp.finfo(x.dtype).eps
+    if not positive:
+        return x
+    inside = jnp.clip(x, tiny, 1 - eps / 2 if share else None)
+    return jnp.log(inside) - (jnp.log1p(-inside) if share else 0)
+
+
+def _constrained(x: Array, kind: Any) -> Array:
+    positive, share = _ends(kind)
+    if share:
+        return jax.nn.sigmoid(x)
+    return jnp.exp(x) if positive else x
