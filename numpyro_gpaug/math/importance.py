@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from scipy.special import logsumexp
+from scipy.special import softmax
 
 
 class Psis(NamedTuple):
@@ -49,57 +49,73 @@ def smoothed(log_ratios: np.ndarray, scale: float = 1.0) -> Psis:
     :param log_ratios: finite, flat.
     :param scale: size of the numbers whose differences are the ratios. Ratios that
         differ by no more than its rounding count as equal.
+    """
+    khats, log_weights = smoothed_columns(log_ratios[:, None], scale)
+    return Psis(float(khats[0]), log_weights[:, 0])
+
+
+def smoothed_columns(
+    log_ratios: np.ndarray, scale: float = 1.0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Smooth the tail of each column, see :func:`smoothed`.
+
+    :param log_ratios: finite, (n, columns).
+    :param scale: like that of :func:`smoothed`.
+    :return: k-hat, (columns,), and normalised log-weights, (n, columns).
 
     The method is that of ArviZ, whose import takes longer than a short run.
 
     Reference: Vehtari, Simpson, Gelman, Yao and Gabry (2024), Pareto smoothed
     importance sampling.
     """
-    if np.ptp(log_ratios) <= 1e-12 * scale:
-        even = np.full(log_ratios.size, -np.log(log_ratios.size))
-        return Psis(-np.inf, even)
-    log_weights = log_ratios - log_ratios.max()
-    num = log_weights.size
-    order = np.argsort(log_weights, kind="stable")
+    log_weights = log_ratios - log_ratios.max(0)
+    num = len(log_weights)
+    order = np.argsort(log_weights, axis=0, kind="stable")
     tail = int(min(num / 5, 3 * np.sqrt(num)))
-    highest, cutoff = order[-tail:], log_weights[order[-tail - 1]]
+    highest = order[-tail:]
+    cutoff = np.take_along_axis(log_weights, order[-tail - 1][None], 0)
     # Smaller weights are zero up to rounding.
-    below = np.exp(max(cutoff, np.log(np.finfo(float).tiny)))
-    exceedances = np.exp(log_weights[highest]) - below
-    khat = np.inf
-    if tail > 4 and exceedances[(tail - 1) // 4] > 0:
-        khat, scale_of_tail = _generalised_pareto(exceedances)
+    below = np.exp(np.maximum(cutoff, np.log(np.finfo(float).tiny)))
+    exceedances = np.exp(np.take_along_axis(log_weights, highest, 0)) - below
+    even = np.ptp(log_ratios, axis=0) <= 1e-12 * scale
+    khats = np.where(even, -np.inf, np.inf)
+    fitted = ~even & (tail > 4) & (exceedances[(tail - 1) // 4] > 0)
+    if fitted.any():
+        khats[fitted], scales = _generalised_pareto(exceedances[:, fitted])
         levels = (np.arange(tail) + 0.5) / tail
-        quantiles = scale_of_tail * _stretched(-np.log1p(-levels), khat)
-        log_weights[highest] = np.minimum(np.log(below + quantiles), 0.0)
-    return Psis(float(khat), log_weights - logsumexp(log_weights))
+        quantiles = scales * _stretched(-np.log1p(-levels)[:, None], khats[fitted])
+        better = np.minimum(np.log(below[:, fitted] + quantiles), 0.0)
+        log_weights[highest[:, fitted], fitted] = better
+    log_weights[:, even] = 0.0
+    return khats, log_weights - np.log(np.exp(log_weights).sum(0))
 
 
-def _stretched(x: np.ndarray, k: float) -> np.ndarray:
+def _stretched(x: np.ndarray, k: np.ndarray) -> np.ndarray:
     """Map quantiles of an exponential distribution to those of a generalised Pareto
     distribution."""
-    return x if k == 0 else np.expm1(k * x) / k
+    k_or_1 = np.where(k == 0, 1.0, k)
+    return np.where(k == 0, x, np.expm1(k_or_1 * x) / k_or_1)
 
 
-def _generalised_pareto(x: np.ndarray) -> tuple[float, float]:
-    """Estimate shape and scale of a generalised Pareto distribution, with the shape
-    shrunk slightly towards 1/2.
+def _generalised_pareto(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Estimate shapes and scales of generalised Pareto distributions, (columns,), with
+    shapes shrunk slightly towards 1/2.
 
-    :param x: exceedances, positive, in order, (n,).
+    :param x: exceedances, positive, each column in order, (n, columns).
 
     References: Zhang and Stephens (2009), A new and efficient estimation method for the
     generalized Pareto distribution; Vehtari et al. (2024), appendix C, for the prior.
     """
     n = len(x)
-    grid = np.arange(1, 31 + int(np.sqrt(n))) - 0.5
+    grid = np.arange(1, 31 + int(np.sqrt(n)))[:, None] - 0.5
     quartile = x[int(n / 4 + 0.5) - 1]
     # Values of minus the shape divided by the scale, for the profile likelihood.
     ratios = 1 / x[-1] + (1 - np.sqrt(len(grid) / grid)) / (3 * quartile)
     shapes = np.log1p(-ratios[:, None] * x).mean(1)
     profile = n * (np.log(-ratios / shapes) - shapes - 1)
-    ratio = np.exp(profile - logsumexp(profile)) @ ratios
-    shape = float(np.log1p(-ratio * x).mean())
-    return (n * shape + 5) / (n + 10), -shape / float(ratio)
+    ratio = (softmax(profile, 0) * ratios).sum(0)
+    shape = np.log1p(-ratio * x).mean(0)
+    return (n * shape + 5) / (n + 10), -shape / ratio
 
 
 def log_mean_exp(x: np.ndarray, axis: int | None = None) -> Any:

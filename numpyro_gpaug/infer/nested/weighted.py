@@ -12,7 +12,7 @@ from scipy.special import logsumexp
 from numpyro_gpaug._display import entries
 from numpyro_gpaug.math.importance import (
     log_mean_exp,
-    smoothed,
+    smoothed_columns,
     varying,
     weighted_quantiles,
 )
@@ -66,11 +66,11 @@ class Weighted:
         Draws at the same hyperparameters have similar weights, and a tail of ties has
         no shape. The first value is therefore a mean over sets with one draw of each.
         """
-        columns = [_tail_shape(x) for x in self.log_ratios.T[:: self.alike]]
-        khat = float(np.mean(columns))
+        khat = float(_tail_shapes(self.log_ratios[:, :: self.alike]).mean())
         if self.points.shape[1] == 0:
             return khat
-        return max(khat, _tail_shape(log_mean_exp(self.log_ratios, 1)))
+        means = log_mean_exp(self.log_ratios, 1)
+        return max(khat, float(_tail_shapes(means[:, None])[0]))
 
     @property
     def limit(self) -> float:
@@ -102,8 +102,8 @@ class Weighted:
     @cached_property
     def log_weights(self) -> np.ndarray:
         """Logarithms of the weights, Pareto-smoothed and normalised, (n, draws)."""
-        columns = [_smoothed(x) for x in self.log_ratios.T[:: self.alike]]
-        found = np.repeat(np.stack(columns, 1), self.alike, 1)
+        columns = _smoothed(self.log_ratios[:, :: self.alike])
+        found = np.repeat(columns, self.alike, 1)
         return found - logsumexp(found)
 
     @property
@@ -209,37 +209,44 @@ def stratified(
 
 
 def _smoothed(log_ratios: np.ndarray) -> np.ndarray:
-    """Replace the largest log-ratios by quantiles of a Pareto distribution, so that a
-    single distant draw does not dominate."""
-    if len(log_ratios) < 25 or not np.isfinite(log_ratios).any():
+    """Replace the largest log-ratios of each column by quantiles of a Pareto
+    distribution, so that a single distant draw does not dominate.
+
+    :param log_ratios: (n, columns).
+    """
+    largest = log_ratios.max(0)
+    # Columns in which some weight is far above the others.
+    chosen = np.isfinite(largest) & (largest - log_mean_exp(log_ratios, 0) >= np.log(3))
+    if len(log_ratios) < 25 or not chosen.any():
         return log_ratios
-    kept = np.maximum(log_ratios, log_ratios.max() - 700)
-    if kept.max() - log_mean_exp(kept) < np.log(3):  # no weight is far above the others
-        return log_ratios
+    kept = np.maximum(log_ratios[:, chosen], largest[chosen] - 700)
     # Ties have no tail shape, so they are broken by tiny noise.
-    kept = kept + 1e-9 * np.random.default_rng(0).normal(size=len(kept))
+    kept += 1e-9 * np.random.default_rng(0).normal(size=(len(kept), 1))
     with np.errstate(all="ignore"):
-        found = smoothed(kept).log_weights
-    if not np.isfinite(found).all():
-        return log_ratios
+        found = smoothed_columns(kept)[1]
     # Smoothed weights are normalised. The smallest weight keeps its value, which
     # determines the constant.
-    least = np.argmin(kept)
-    return np.where(
-        np.isfinite(log_ratios), found - found[least] + kept[least], -np.inf
-    )
+    least = np.argmin(kept, 0)[None]
+    found += np.take_along_axis(kept, least, 0) - np.take_along_axis(found, least, 0)
+    smooth = np.isfinite(found).all(0) & np.isfinite(log_ratios[:, chosen])
+    result = log_ratios.copy()
+    result[:, chosen] = np.where(smooth, found, result[:, chosen])
+    return result
 
 
-def _tail_shape(log_ratios: np.ndarray) -> float:
-    """Return k-hat of the weights after adding exponential noise of a tenth of their
-    mean.
+def _tail_shapes(log_ratios: np.ndarray) -> np.ndarray:
+    """Return k-hat of the weights in each column after adding exponential noise of a
+    tenth of their mean.
 
     The fitted shape depends on the relative sizes of the exceedances, however small
     they are: if all weights are within a fifth of their mean, the shape is arbitrary. A
     relevant tail is larger than the noise.
+
+    :param log_ratios: (n, columns).
     """
-    if len(log_ratios) < 25:
-        return np.inf
-    relative = np.maximum(log_ratios - log_mean_exp(log_ratios), -700)
-    noise = np.random.default_rng(0).exponential(0.1, len(relative))
-    return smoothed(np.logaddexp(relative, np.log(noise))).khat
+    num, columns = log_ratios.shape
+    if num < 25:
+        return np.full(columns, np.inf)
+    relative = np.maximum(log_ratios - log_mean_exp(log_ratios, 0), -700)
+    noise = np.random.default_rng(0).exponential(0.1, (num, 1))
+    return smoothed_columns(np.logaddexp(relative, np.log(noise)))[0]
