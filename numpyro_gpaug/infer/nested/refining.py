@@ -130,7 +130,8 @@ def extended(
     points is .6 of the requested number. Rounds end earlier at eight times as many
     points, or if k-hat stays above its limit and no longer falls: then the latents, not
     the hyperparameters, make the weights uneven. While k-hat is clearly below its
-    limit, more points of the first proposal suffice.
+    limit, or half of the points are effective, more points of the first proposal
+    suffice.
 
     :param pool: the pool with the requested points.
     :param weighted: its draws.
@@ -144,7 +145,7 @@ def extended(
         before = khats[-1 - asked // each] if len(khats) > asked // each else np.inf
         if weighted.khat > max(weighted.limit, before - FALL):
             break
-        adapted = adapted or not _is_clear(weighted)
+        adapted = adapted or not _is_efficient(weighted)
         if adapted:
             log_weights = log_mean_exp(weighted.log_ratios, 1)
             parts = (
@@ -160,6 +161,13 @@ def extended(
 
 def _is_clear(weighted: Weighted) -> bool:
     return weighted.khat <= weighted.limit - MARGIN
+
+
+def _is_efficient(weighted: Weighted) -> bool:
+    """Whether other proposals would not pay: their points are drawn twice."""
+    if weighted.khat > weighted.limit:
+        return False
+    return _is_clear(weighted) or weighted.effective_points >= len(weighted.points) / 2
 
 
 def _is_accurate(weighted: Weighted, asked: int) -> bool:
