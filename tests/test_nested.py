@@ -523,6 +523,19 @@ def test_the_same_key_gives_the_same_draws_and_compiles_nothing(of_counts):
     assert not np.array_equal(first["a"], again.get_samples()["a"])
 
 
+def test_points_evaluated_together_are_those_evaluated_alone(of_counts):
+    programs, data = of_counts._run.programs, of_counts._run.data
+    points = of_counts._run.weighted.points[:3]
+    start = jax.tree.map(lambda x: np.repeat(x, 3, 0), programs.no_start(data))
+    assert programs.batch > 3
+    together = programs.evaluate(points, start, data, gradient=True)
+    for i in range(3):
+        one = jax.tree.map(lambda x, i=i: x[i : i + 1], start)
+        alone = programs.evaluate(points[i : i + 1], one, data, gradient=True)
+        for a, b in zip(*map(jax.tree.leaves, (together, alone)), strict=True):
+            np.testing.assert_allclose(a[i : i + 1], b, rtol=1e-6)
+
+
 def test_without_hyperparameters_latents_are_reweighted():
     def model(t, y=None):
         b = numpyro.sample("b", dist.Normal(0, 2))

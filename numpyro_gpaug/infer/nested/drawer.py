@@ -22,7 +22,13 @@ from numpyro_gpaug.infer.nested.group_draws import (
 )
 from numpyro_gpaug.infer.nested.hyperparameters import Hyperparameters
 from numpyro_gpaug.infer.nested.known import KNOWN, Known
-from numpyro_gpaug.infer.nested.programs import ENOUGH, Drawn, Evaluated, Programs
+from numpyro_gpaug.infer.nested.programs import (
+    ENOUGH,
+    Drawn,
+    Evaluated,
+    Programs,
+    chosen,
+)
 from numpyro_gpaug.model.arguments import Arguments
 
 # The quantile of the losses at points with known factors that is used as the loss at
@@ -477,12 +483,7 @@ class Drawer:
             self.evaluations += len(points)
             old, new = (np.asarray(x.bound) for x in (found, anew))
             better = ~good & np.isfinite(new) & ~(new <= old)
-
-            def chosen(a: Any, b: Any) -> np.ndarray:
-                axes = (1,) * (np.ndim(b) - 1)
-                return np.where(better.reshape(-1, *axes), a, b)
-
-            found = jax.tree.map(chosen, anew, found)
+            found = chosen(better, anew, found)
             good = self._good(found)
         if good.any():
             kept = jax.tree.map(lambda x: np.asarray(x)[good], found.factors)

@@ -44,6 +44,10 @@ from numpyro_gpaug.model.whitened import whitened
 # The largest number of values that are held at once while draws are made.
 BUDGET = 2**21
 LARGEST_CHUNK = 64
+# The largest numbers of data, and of entries of covariances, of one evaluation of the
+# Gaussian at several points on a CPU. They are small because arguments are copied for
+# each point.
+MOST_ROWS, MOST_ENTRIES = 2**11, 2**15
 # The largest number of values that draws at one point keep of deterministic sites. With
 # more, the model runs again for the draws that are returned.
 KEPT = 2**14
@@ -132,7 +136,11 @@ class Programs:
         matrices = 0 if one_by_one else 4 * size**2 + 2 * size * rows
         held = matrices + num_draws * (size + rows)
         self.chunk = max(1, min(LARGEST_CHUNK, BUDGET // held))
-        self.batch = 1 if one_by_one else self.chunk
+        self.batch = self.chunk
+        if one_by_one:
+            # A call takes a millisecond, as long as ten evaluations of small models.
+            few = min(MOST_ROWS // max(rows, 1), MOST_ENTRIES // max(size, 1) ** 2)
+            self.batch = max(1, min(self.chunk, few))
         # Numerous evaluations pay for the time to compile.
         quick = densities(self.structure) * EVALUATIONS < SMALL
         settling = partial(jit, small=SMALL if quick else 0)
@@ -172,17 +180,29 @@ class Programs:
         """
         tolerance = TOLERANCE if gradient else ENOUGH
         points, num = np.asarray(points, self.hyper.dtype), len(points)
-        if not 1 < num < self.batch:
-            return self._settle(points, start, data, tolerance, gradient)
+        if num == self.batch or (num == 1 and jax.default_backend() != "cpu"):
+            return self._settle(points, start, data, tolerance, gradient, num)
         # The last point fills the batch.
         places = np.minimum(np.arange(self.batch), num - 1)
         points, start = jax.tree.map(lambda x: x[places], (points, start))
-        found = self._settle(points, start, data, tolerance, gradient)
-        return jax.tree.map(lambda x: x[:num], found)
+        found = self._settle(points, start, data, tolerance, gradient, num)
+        return jax.tree.map(lambda x: np.asarray(x)[:num], found)
 
     def _evaluate(
-        self, points: Array, start: Start, data: Arguments, tolerance: Any, asked: Any
+        self,
+        points: Array,
+        start: Start,
+        data: Arguments,
+        tolerance: Any,
+        asked: Any,
+        num: Any,
     ) -> Evaluated:
+        """Find the Gaussians at the first points, see :meth:`evaluate`.
+
+        :param asked: whether gradients are computed.
+        :param num: the number of these points.
+        """
+
         def one(each: tuple[Array, Start]) -> Evaluated:
             point, start = each
             both = jax.vjp(lambda u: self.hyper.values(u, data), point)
@@ -204,7 +224,7 @@ class Programs:
                 found.factors, found.moments,
             )  # fmt: skip
 
-        return self._each(one, (points, start))
+        return self._each(one, (points, start), num)
 
     def terms(
         self, point: np.ndarray, factors: Any, noise: np.ndarray, data: Arguments
@@ -263,17 +283,20 @@ class Programs:
         :param start: the start of the Gaussian, for one point.
         :param data: the model's arguments.
         """
+
+        def at(here: np.ndarray, start: Start) -> Evaluated:
+            many = jax.tree.map(lambda x: np.repeat(x, len(here), 0), start)
+            return self.evaluate(here, many, data, gradient=True)
+
         found = []
-        for point in points:
-            at = self.evaluate(point[None], start, data, gradient=True)
-            if not np.isfinite(at.bound).all():
-                anew = self.no_start(data)
-                at = self.evaluate(point[None], anew, data, gradient=True)
-            found.append(at)
-        return jax.tree.map(
-            lambda *x: np.concatenate(x),
-            *((x.bound, x.values, x.moments) for x in found),
-        )
+        for i in range(0, len(points), self.batch):
+            here = points[i : i + self.batch]
+            some = at(here, start)
+            failed = ~np.isfinite(some.bound)
+            if failed.any():
+                some = chosen(failed, at(here, self.no_start(data)), some)
+            found.append((some.bound, some.values, some.moments))
+        return jax.tree.map(lambda *x: np.concatenate(x), *found)
 
     def _log_terms(
         self, values: Values, white: Array, data: Arguments
@@ -462,7 +485,7 @@ class Programs:
 
         return self._each(one, (points, factors, chosen, noise, widths))
 
-    def _each(self, function: Callable[[Any], Any], draws: Any) -> Any:
+    def _each(self, function: Callable[[Any], Any], draws: Any, num: Any = None) -> Any:
         """Map a function over draws, on any device.
 
         A CPU takes one after the other, which compiles in half the time and runs as
@@ -471,19 +494,25 @@ class Programs:
 
         :param function: a function of one draw.
         :param draws: arrays with a leading axis over draws.
+        :param num: the number of draws at the beginning that are needed; ``None`` for
+            all. Other results are zero on a CPU.
         """
+        total = len(jax.tree.leaves(draws)[0])
         if jax.default_backend() == "cpu":
-            return lax.map(function, draws)
-        num = len(jax.tree.leaves(draws)[0])
-        size = min(self.chunk, num)
+            if num is None or total == 1:
+                return lax.map(function, draws)
+            return _over_first(function, draws, num)
+        size = min(self.chunk, total)
         # The last batch repeats its last draw.
-        places = jnp.minimum(jnp.arange(-(-num // size) * size), num - 1)
+        places = jnp.minimum(jnp.arange(-(-total // size) * size), total - 1)
 
         def of_batch(of: Array) -> Any:
             return jax.vmap(function)(jax.tree.map(lambda x: x[of], draws))
 
         found = lax.map(of_batch, places.reshape(-1, size))
-        return jax.tree.map(lambda x: x.reshape(len(places), *x.shape[2:])[:num], found)
+        return jax.tree.map(
+            lambda x: x.reshape(len(places), *x.shape[2:])[:total], found
+        )
 
     def _latents(self, trace: Trace) -> Values:
         """Return values of all sites that are not observed."""
@@ -585,3 +614,33 @@ class Programs:
         NUTS."""
         values, log_prior = self.hyper.values(point, data)
         return self.bound(values, self.hyper.steps(values, data), data) + log_prior
+
+
+def chosen(which: np.ndarray, new: Any, old: Any) -> Any:
+    """Return a tree whose arrays have rows of one of two trees.
+
+    :param which: which rows are those of ``new``, (n,).
+    """
+
+    def rows(a: Any, b: Any) -> np.ndarray:
+        return np.where(which.reshape(-1, *[1] * (np.ndim(b) - 1)), a, b)
+
+    return jax.tree.map(rows, new, old)
+
+
+def _over_first(function: Callable[[Any], Any], draws: Any, num: Any) -> Any:
+    """Map a function over the first ``num`` draws; other results are zero."""
+    # Traced once, although it is called for the shapes as well.
+    traced = jax.jit(function)
+
+    def at(i: Any) -> Any:
+        return traced(jax.tree.map(lambda x: x[i], draws))
+
+    def step(i: Array, found: Any) -> Any:
+        return jax.tree.map(lambda all_, x: all_.at[i].set(x), found, at(i))
+
+    total = len(jax.tree.leaves(draws)[0])
+    none = jax.tree.map(
+        lambda x: jnp.zeros((total, *x.shape), x.dtype), jax.eval_shape(at, 0)
+    )
+    return lax.fori_loop(0, num, step, none)
