@@ -40,7 +40,8 @@ from numpyro_gpaug.math.threads import threads_for
 from numpyro_gpaug.model.arguments import Arguments, Values
 
 # Numbers of points from which the proposal and the width are learnt: for each
-# hyperparameter, and the upper limit; and the share of them that comes from the prior.
+# hyperparameter, and the upper limit, besides the number of points asked for; and the
+# share of them that comes from the prior.
 EACH, FIRST, FIRST_FROM_PRIOR = 32, 96, 1 / 3
 # Factors by which draws of latents may be wider than the Gaussian are 1 + w /
 # sqrt(number of latents): with many latents, the same factor makes weights more uneven.
@@ -216,7 +217,8 @@ def integrated(
     :param progress_bar: whether to show one.
     """
     rng = generator(key, 1)
-    draws, num = programs.num_draws, min(EACH * (1 + start.size), FIRST)
+    draws = programs.num_draws
+    num = min(EACH * (1 + start.size), FIRST, num_points)
     precise = programs.hyper.dtype == np.float64
     with tqdm(total=num + num_points, disable=not progress_bar, desc="mode") as bar:
         drawer = Drawer(programs, data, rng, bar)
