@@ -671,7 +671,9 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
             raise ValueError(
                 "the posterior contains less information than these observations. Pass "
                 "the rows that it was fitted to, and fit until the bound no longer "
-                "rises"
+                "rises. If one observation says thousands of times as much as all "
+                "others, float32 does not resolve what they say: use float64, "
+                "numpyro.enable_x64()"
             )
         if not isinstance(found, WithoutData):
             return found

@@ -29,6 +29,10 @@ FINER = 1 / 256
 # A parabola is as high at the end of a step as at its start if it falls there as
 # steeply as it rose here. A whole step is kept if it falls by at most this part.
 FALLING = 0.8
+# The rounding of bounds is estimated from the log-densities of data. Those of large
+# counts are small differences of large terms, and may be rounded this much more.
+# Derivatives alone then judge steps whose increase is below the estimate.
+UNSEEN = 64
 
 
 def backtracked_sweep(
@@ -329,7 +333,8 @@ def _rises(outcome: Evaluation, floor: Array, before: Array, after: Array) -> Ar
     :param before: derivative of the bound along the step, at its start.
     :param after: the derivative at its end.
     """
-    lowest = floor - (outcome.rounding - outcome.slack)
+    rounding = jnp.where(before < outcome.rounding, UNSEEN, 1) * outcome.rounding
+    lowest = floor - (rounding - outcome.slack)
     steep = (before > 0) & (after >= -FALLING * before)
     return (outcome.bound >= floor) | (steep & (outcome.bound >= lowest))
 
