@@ -26,13 +26,7 @@ from numpyro_gpaug.infer.nested.group_draws import draws_at, may_part
 from numpyro_gpaug.infer.nested.hyperparameters import Hyperparameters
 from numpyro_gpaug.infer.nested.many import CERTIFIED, NestedRuns
 from numpyro_gpaug.infer.nested.programs import Programs
-from numpyro_gpaug.infer.nested.report import (
-    COLUMNS,
-    Clock,
-    certificate,
-    lines,
-    overview,
-)
+from numpyro_gpaug.infer.nested.report import COLUMNS, Clock, certificate, overview
 from numpyro_gpaug.infer.nested.setup import FEW, MOST, CollapsedBounds
 from numpyro_gpaug.infer.vi.checks import check_gaussian, warn_of_units
 from numpyro_gpaug.infer.vi.resolution import check_precision
@@ -452,7 +446,11 @@ class NestedVI(RunsModel, Displayed):
 
         :raises RuntimeError: before a run.
         """
-        print(lines(self._known(), self._table()))
+        whole = {"n_eff": "{:.0f}".format}
+        found = self.summary().to_string(
+            float_format="{:.2f}".format, formatters=whole, na_rep="-"
+        )
+        print(f"\n{found}\n\n{self!r}")
 
     def summary(self) -> Any:
         """Return the table of :meth:`print_summary`, a :class:`pandas.DataFrame`.

@@ -94,7 +94,6 @@ def overview(run: Any, num_samples: int) -> list[tuple[str, str]]:
     num, draws = weighted.log_ratios.shape
     hyper = ", ".join(structure.others) or "none"
     latents = ", ".join(f"{s.name} {s.value_shape}" for s in structure.sites)
-    worth = run.independence * weighted.effective_size
     samples = -(-num_samples // run.num_chains) * run.num_chains
     rows = [
         ("way", run.way),
@@ -102,62 +101,30 @@ def overview(run: Any, num_samples: int) -> list[tuple[str, str]]:
         ("latents", latents),
         (
             "draws",
-            f"{num} x {draws}, weighted: effective sample size {worth:.0f}; "
+            f"{num} hyperparameters of dimension {weighted.points.shape[1]}, {draws} "
+            f"draws of {run.z.shape[-1]} latents at each; effective sample sizes "
+            f"{run.independence * weighted.effective_points:.0f} (hyperparameters) and "
+            f"{run.independence * weighted.effective_size:.0f} (draws); "
             f"get_samples() returns {samples}",
         ),
     ]
     if sparse := _sparse(structure):
-        rows.append(("sparse", sparse))
+        rows.append(("sparse", f"{sparse}; the residual is neglected"))
     rows.append(("certificate", certificate(run)))
+    evidence = "not available from draws by NUTS"
     if weighted.normalised:
         error = f"standard error {weighted.log_evidence_error:.3f}"
-        rows.append(("log evidence", f"{weighted.log_evidence:.3f}, {error}"))
+        evidence = f"{weighted.log_evidence:.3f}, {error}"
+    rows.append(("log evidence", evidence))
+    if failures := int(weighted.failed.sum()):
+        lost = f"about {weighted.loss:.1%} of the posterior is there"
+        rows.append(("failures", f"at {failures} of {num} hyperparameters; {lost}"))
+    seconds = run.clock.seconds
+    parts = ", ".join(f"{name} {spent:.2f}" for name, spent in seconds.items())
+    work = f"{run.evaluations} evaluations of the collapsed bound in "
+    rows.append(("work", f"{work}{sum(seconds.values()):.2f} s: {parts}"))
     return [
         ("" if i else name, line)
         for name, text in rows
         for i, line in enumerate(wrap(text, 72) or [""])
     ]
-
-
-def lines(run: Any, table: dict[str, list[float]]) -> str:
-    """Return the whole summary.
-
-    :param run: a :class:`~numpyro_gpaug.infer.nested.draws.Run`.
-    :param table: its table.
-    """
-    weighted = run.weighted
-    width = max([10, *map(len, table)])
-    rows = ["", " " * width + "".join(f"{c:>10}" for c in COLUMNS)]
-    for label, numbers in table.items():
-        cells = "".join(f"{x:>10.2f}" for x in numbers[:-1]) + f"{numbers[-1]:>10.0f}"
-        rows.append(f"{label:>{width}}{cells}")
-    num, draws = weighted.log_ratios.shape
-    said = [
-        f"{run.way}: {num} hyperparameters of dimension {weighted.points.shape[1]}, "
-        f"{draws} draws of {run.z.shape[-1]} latents at each; effective sample "
-        f"sizes {run.independence * weighted.effective_points:.0f} (hyperparameters) "
-        f"and {run.independence * weighted.effective_size:.0f} (draws)",
-        certificate(run),
-    ]
-    if sparse := _sparse(run.programs.structure):
-        said.append(f"in this model {sparse}; the residual is neglected")
-    if weighted.normalised:
-        said.append(
-            f"log evidence {weighted.log_evidence:.3f}, standard error "
-            f"{weighted.log_evidence_error:.3f}"
-        )
-    else:
-        said.append("log evidence: not available from draws by NUTS")
-    if failures := int(weighted.failed.sum()):
-        said.append(
-            f"at {failures} of {num} hyperparameters the model could not be evaluated; "
-            f"about {weighted.loss:.1%} of the posterior is there"
-        )
-    seconds = run.clock.seconds
-    parts = ", ".join(f"{name} {spent:.2f}" for name, spent in seconds.items())
-    said.append(
-        f"{run.evaluations} evaluations of the collapsed bound in "
-        f"{sum(seconds.values()):.2f} s: {parts}"
-    )
-    folded = [line for text in said for line in wrap(text, 88, subsequent_indent="  ")]
-    return "\n".join([*rows, "", *folded])
