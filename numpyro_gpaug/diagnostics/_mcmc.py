@@ -16,12 +16,12 @@ from numpyro.distributions import constraints
 from scipy.special import ndtri
 
 from numpyro_gpaug._numpyro import whole_plates
-from numpyro_gpaug.diagnostics._run import data_sites, run
+from numpyro_gpaug.diagnostics._run import data_sites
 from numpyro_gpaug.gp.conditional import Conditional
 from numpyro_gpaug.likelihoods.expectations import base_distribution
 from numpyro_gpaug.math.compiling import jit_for_few_runs
 from numpyro_gpaug.model.arguments import Arguments, Model, Values
-from numpyro_gpaug.model.structure import Trace
+from numpyro_gpaug.model.structure import Trace, run_model
 from numpyro_gpaug.predict.posterior import Posterior
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ def _overlaps(
     from xarray import Dataset
 
     first = {name: x[0] for name, x in mcmc.items()}
-    trace = run(model, arguments, random.key(0), first)
+    trace = run_model(model, arguments, random.key(0), first)
     chosen = _latents(mcmc, trace, "MCMC")
     found = {}
     for site, message in data_sites(trace).items():
@@ -210,7 +210,8 @@ class _Site:
         self.log_probs = jit_for_few_runs(self._log_probs)
 
     def _distribution(self, given: Arguments, key: Array, draw: Any) -> Any:
-        return base_distribution(run(self.model, given, key, draw)[self.site]["fn"])
+        trace = run_model(self.model, given, key, draw)
+        return base_distribution(trace[self.site]["fn"])
 
     def _sample(self, given: Arguments, key: Array, draw: Any) -> Array:
         model_key, key = random.split(key)

@@ -36,27 +36,17 @@ from numpyro_gpaug.math.arrays import in_blocks
 from numpyro_gpaug.math.compiling import jit
 from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.closures import watched
-from numpyro_gpaug.model.expectation import of_site
+from numpyro_gpaug.model.expectation import of_site, scaled_sum
 from numpyro_gpaug.model.inspect import inspect_model
 from numpyro_gpaug.model.latents import Structure
-from numpyro_gpaug.model.structure import Observed, Trace, from_cache
+from numpyro_gpaug.model.structure import (
+    Observed,
+    Trace,
+    from_cache,
+    is_improper,
+    run_model,
+)
 from numpyro_gpaug.model.view import NUM_NODES, ModelView
-
-
-def run(
-    model: Model, arguments: Arguments, key: Array, values: Values, policy: str = "mean"
-) -> Trace:
-    """Return the trace of a model at values of its latents.
-
-    :param model: a NumPyro model.
-    :param arguments: its arguments.
-    :param key: random key for all sites that are not in ``values``.
-    :param values: values by site.
-    :param policy: the policy for residuals, see :class:`residual_policy`.
-    """
-    args, kwargs = arguments.merge()
-    filled = handlers.substitute(handlers.seed(model, key), data=values)
-    return handlers.trace(residual_policy(filled, policy)).get_trace(*args, **kwargs)
 
 
 def replicate(message: dict[str, Any], key: Array) -> Array:
@@ -190,9 +180,12 @@ def one_draw(
     :param arguments: its arguments.
     :param values: values of sites and params.
     :param key: random key.
+    :raises NotImplementedError: for an improper prior.
     """
     own, new = random.split(key)
-    trace = run(model, arguments, own, values, "noise")
+    trace = run_model(residual_policy(model, "noise"), arguments, own, values)
+    if any(map(is_improper, trace.values())):
+        raise NotImplementedError
     prior = {
         name: site["value"]
         for name, site in trace.items()
@@ -311,7 +304,7 @@ class Programs:
         fns = {n: base_distribution(trace[n]["fn"]) for n in names}
         self.delta.update(n for n, fn in fns.items() if isinstance(fn, dist.Delta))
         drawn = [site for site in trace.values() if site["type"] == "sample"]
-        return {n: trace[n]["value"] for n in names}, _log_density(drawn)
+        return {n: trace[n]["value"] for n in names}, log_density(drawn)
 
     def _at(
         self, given: Arguments, params: Any, key: Array, fixed: Any, drawn: Any
@@ -319,7 +312,8 @@ class Programs:
         """Return the outputs of the model at one draw, and the observations."""
         values = {**params, **fixed, **drawn}
         noise_key, bound_key, new_key = random.split(key, 3)
-        trace = run(self.model, given, noise_key, values, "noise")
+        drawn_residuals = residual_policy(self.model, "noise")
+        trace = run_model(drawn_residuals, given, noise_key, values)
         self.dims = {k: names for k, s in trace.items() if (names := _plate_names(s))}
         view = ModelView(self.given_weights, self.model, given, values, bound_key)
         likelihoods = _log_likelihoods(view, {**fixed, **drawn})
@@ -338,7 +332,7 @@ class Programs:
                 self.pseudo.add(name)
             observed[name] = observations(message)
             replicated[name] = replicate(message, new_key)
-        prior = _log_density([trace[n] for n in drawn])
+        prior = log_density([trace[n] for n in drawn])
         priors = log_priors(trace, self.top_level & drawn.keys())
         found = Draws(deterministic, replicated, likelihoods, weighted, prior, priors)
         return found, observed
@@ -460,8 +454,12 @@ def _mixture(
     return jax.nn.logsumexp(values + log_weights, 0)
 
 
-def _log_density(sites: list[dict[str, Any]]) -> Array:
-    terms = [scaled(s["fn"].log_prob(s["value"]), s["scale"]).sum() for s in sites]
+def log_density(sites: list[dict[str, Any]]) -> Array:
+    """Return the log density of all sites together.
+
+    :param sites: their messages.
+    """
+    terms = [scaled_sum(s["fn"].log_prob(s["value"]), s["scale"]) for s in sites]
     return sum(terms[1:], terms[0]) if terms else jnp.zeros(())
 
 

@@ -16,16 +16,16 @@ from scipy.special import ndtr
 from tqdm.auto import tqdm
 
 from numpyro_gpaug._display import Displayed, Rows, entries, name_of
-from numpyro_gpaug._numpyro import residual_policy
 from numpyro_gpaug.diagnostics._arviz import tree_of
 from numpyro_gpaug.diagnostics._pit import ranks
-from numpyro_gpaug.diagnostics._run import data_sites, one_draw, run, scaled
+from numpyro_gpaug.diagnostics._run import data_sites, log_density, one_draw
 from numpyro_gpaug.errors import CholeskyError
 from numpyro_gpaug.infer import ConjugateSVI, NestedVI
 from numpyro_gpaug.math.compiling import jit
 from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.calls import check_count, check_key
 from numpyro_gpaug.model.columns import Columns
+from numpyro_gpaug.model.structure import run_model
 from numpyro_gpaug.predict import Posteriors
 
 if TYPE_CHECKING:
@@ -351,7 +351,7 @@ def _drawn(
     :param values: latents by name, if they are not drawn from their priors.
     :raises ValueError: for a model whose data or latents cannot be drawn.
     """
-    trace = run(model, arguments, random.key(0), {}, "noise")
+    trace = run_model(model, arguments, random.key(0), {})
     params = [k for k, s in trace.items() if s["type"] == "param"]
     if params:
         raise ValueError(
@@ -398,17 +398,12 @@ def _likelihood(
 ) -> Array:
     """Return log-likelihoods of data at draws of the latents; draws first."""
     args, kwargs = arguments.merge()
+    given = Arguments.split((data, *args), kwargs)
 
     def one(values: Values) -> Array:
-        filled = handlers.substitute(model, data=values)
-        seeded = handlers.seed(residual_policy(filled, "mean"), random.key(0))
-        trace = handlers.trace(seeded).get_trace(data, *args, **kwargs)
-        terms = [
-            scaled(s["fn"].log_prob(s["value"]), s["scale"]).sum()
-            for s in trace.values()
-            if s["type"] == "sample" and s["is_observed"]
-        ]
-        return sum(terms[1:], terms[0])
+        trace = run_model(model, given, random.key(0), values)
+        sites = [s for s in trace.values() if s["type"] == "sample"]
+        return log_density([s for s in sites if s["is_observed"]])
 
     return lax.map(one, latents)
 

@@ -25,7 +25,6 @@ from numpyro_gpaug.diagnostics._run import (
     prior_sampler,
     programs_for,
     replicated,
-    run,
     top_level,
 )
 from numpyro_gpaug.guides import AutoLatentGaussian
@@ -35,6 +34,7 @@ from numpyro_gpaug.likelihoods.counts import stable_log_prob
 from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.closures import watched
 from numpyro_gpaug.model.columns import Columns, Labels
+from numpyro_gpaug.model.structure import run_model
 from numpyro_gpaug.predict import Posterior
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def tree_of_nested(key: Array, nested: NestedVI) -> DataTree:
         given: Arguments, each: tuple[Array, dict[str, Array]]
     ) -> tuple[Values, ...]:
         key, values = each
-        trace = run(nested.model, given, key, values)
+        trace = run_model(nested.model, given, key, values)
         sites = data_sites(trace)
         densities = {k: stable_log_prob(s["fn"], s["value"]) for k, s in sites.items()}
         return densities, replicated(sites, key), log_priors(trace, tops)
@@ -68,7 +68,7 @@ def tree_of_nested(key: Array, nested: NestedVI) -> DataTree:
     @jax.jit
     def everywhere(given: Arguments, keys: Array, values: Values) -> Any:
         first = {k: x[0] for k, x in values.items()}
-        trace = run(nested.model, given, keys[0], first)
+        trace = run_model(nested.model, given, keys[0], first)
         found = jax.lax.map(lambda each: one(given, each), (keys, values))
         return {k: observations(trace[k]) for k in found[0]}, found
 

@@ -21,6 +21,7 @@ from numpyro_gpaug.infer.vi.plan import is_identity
 from numpyro_gpaug.math.compiling import jit_for_few_runs
 from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.closures import count_run
+from numpyro_gpaug.model.expectation import scaled_sum
 from numpyro_gpaug.model.latents import Structure
 from numpyro_gpaug.model.starts import MedianStart
 from numpyro_gpaug.model.structure import Trace, fixed_key, without_gaussians
@@ -166,9 +167,7 @@ class Hyperparameters:
         trace = self._trace(data, jax.random.key(0), substitute_fn=filled)
         total = jnp.zeros((), self.dtype) + sum(jacobians)
         for site in trace.values():
-            density = site["fn"].log_prob(site["value"])
-            scale = 1 if site["scale"] is None else site["scale"]
-            total = total + jnp.sum(scale * density)
+            total += scaled_sum(site["fn"].log_prob(site["value"]), site["scale"])
         return {k: trace[k]["value"] for k in self.names}, total
 
     def steps(self, values: Values, data: Arguments) -> Values:
