@@ -155,6 +155,7 @@ class Drawer:
     :ivar known: Gaussian factors found so far.
     :ivar modes: the same for each mode of the latents, the highest first, if there are
         several; draws are from the mixture of their Gaussians.
+    :ivar starts: the factors of each mode, the highest first.
     :ivar shift: shift of the border from the mean of the Gaussian, in its standard
         deviations.
     """
@@ -167,11 +168,11 @@ class Drawer:
         self.programs, self.data, self._bar = programs, data, bar
         self._rng = rng
         self._none = programs.no_start(data)
-        self.start = self._none
+        self.starts = [self._none]
         self.best, self.evaluations = -np.inf, 0
         self.known = Known(self._none, programs.hyper.size)
         self.modes = [self.known]
-        self._shares, self._others = np.ones(1), list[Start]()
+        self._shares = np.ones(1)
         # For each search, the error bound of the factors it started from, and the bound
         # that these factors would have lost.
         self._doubts: list[float] = []
@@ -233,13 +234,8 @@ class Drawer:
             known.add(point[None], factors, np.array([bound]))
             self.modes.append(known)
         self.known = self.modes[0]
-        self.start, *self._others = (Start(factors, KNOWN) for factors, _ in modes)
+        self.starts = [Start(factors, KNOWN) for factors, _ in modes]
         self.best = -np.inf
-
-    @property
-    def starts(self) -> list[Start]:
-        """The factors of each mode of the latents, the highest first."""
-        return [self.start, *self._others]
 
     @property
     def latents(self) -> int:
@@ -270,7 +266,7 @@ class Drawer:
         value = float(bound[0]) + float(log_prior[0])
         if value > self.best:
             self.best = value
-            self.start = Start(found.factors, KNOWN)
+            self.starts[0] = Start(found.factors, KNOWN)
         return value, ascent[0].astype(float)
 
     def first(self, points: np.ndarray, widths: np.ndarray) -> Points:

@@ -82,8 +82,8 @@ def settled(
     # independently.
     several = sum(len(block.potential) for block in natural.values()) > 1
 
-    def sweep(place: Place, moves: Array, fresh: Array) -> Place:
-        return backtracked_sweep(problem, *place, largest_step, augmented(moves), fresh)
+    def sweep(place: Place, moves: Array) -> Place:
+        return backtracked_sweep(problem, *place, largest_step, augmented(moves))
 
     def going(carry: Any) -> Array:
         moves, (_, evaluation, _), rise, _, _ = carry
@@ -106,7 +106,7 @@ def settled(
         else:
             # The first update also evaluates its start, so a start near the optimum
             # takes one update.
-            steps, place = place[2], sweep(place, moves, first)
+            steps, place = place[2], sweep(place, moves)
             rise = place[1].rise
             total += rise
             # If no step was short enough, the next one is shorter.
@@ -328,7 +328,7 @@ def _mixed_or_swept(
     rose &= (moves == 0) | (rise >= -_least_seen(evaluation.rounding, tolerance))
 
     def swept() -> tuple[Place, Array]:
-        place = sweep((natural, evaluation, steps), before, moves == 0)
+        place = sweep((natural, evaluation, steps), before)
         return place, _seen(problem, evaluation, place[1], natural)
 
     place, rise = cond(rose, lambda: ((proposal, outcome, steps), rise), swept)

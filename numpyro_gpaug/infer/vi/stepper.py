@@ -116,8 +116,7 @@ class Stepper:
         if problem.quadratic and self._largest == 1:
             natural, evaluation = solved(problem, state.natural)
         else:
-            fresh = ~jnp.isfinite(evaluation.bound)
-            natural, evaluation, steps = self._sweep(problem, state, evaluation, fresh)
+            natural, evaluation, steps = self._sweep(problem, state, evaluation)
         state = state._replace(
             natural=natural, step_sizes=steps, bound=evaluation.bound
         )
@@ -130,8 +129,7 @@ class Stepper:
         problem, pullback = self.problem_and_pullback(values, self.key(state), {})
         state = state._replace(natural=problem.rebased(state.natural))
         start = problem.unevaluated(state.natural)
-        fresh = jnp.array(True)
-        natural, evaluation, steps = self._sweep(problem, state, start, fresh)
+        natural, evaluation, steps = self._sweep(problem, state, start)
 
         at = problem, pullback, evaluation
         hyper = self._next_hyper(state, values, natural, at, {})
@@ -203,12 +201,10 @@ class Stepper:
                 "them. Use the default (RobbinsMonro) or a number"
             )
 
-    def _sweep(
-        self, problem: Any, state: ConjugateState, evaluation: Any, fresh: Array
-    ) -> Place:
+    def _sweep(self, problem: Any, state: ConjugateState, evaluation: Any) -> Place:
         return backtracked_sweep(
             problem, state.natural, evaluation, state.step_sizes,
-            self._largest, self._augmented(state.step), fresh,
+            self._largest, self._augmented(state.step),
         )  # fmt: skip
 
     def _settled(self, problem: Any, state: ConjugateState) -> Place:

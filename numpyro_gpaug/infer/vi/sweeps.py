@@ -42,7 +42,6 @@ def backtracked_sweep(
     steps: dict[str, Array],
     largest_step: float,
     augmented: Array | None,
-    fresh: Array,
 ) -> tuple[Natural, Evaluation, dict[str, Array]]:
     """Update every block once, one at a time: joint updates of blocks that share a
     predictor overshoot. So do joint updates of coupled latents of one block.
@@ -50,30 +49,27 @@ def backtracked_sweep(
     :param problem: the problem, a :class:`LatentGaussian` or its sum over blocks of
         rows, :class:`~numpyro_gpaug.infer.vi.passes.InBlocks`.
     :param natural: natural parameters of all blocks.
-    :param evaluation: the evaluation there.
+    :param evaluation: the evaluation there, or an
+        :meth:`~LatentGaussian.unevaluated` one.
     :param steps: the first step size to try, by block.
     :param largest_step: upper limit of the next step sizes.
     :param augmented: whether factors come from the augmented bound; ``None`` if they
         never do.
-    :param fresh: whether ``evaluation`` is an
-        :meth:`~LatentGaussian.unevaluated` one.
     :return: natural parameters, the evaluation there, and next step sizes.
     """
     natural, steps = dict(natural), dict(steps)
 
     def move(name: str, index: Array | None, carry: Any) -> Any:
-        natural, evaluation, step, fresh = carry
-        moved = backtracked_update(
-            problem, natural, evaluation, name, augmented, step, largest_step, fresh,
-            index,
-        )  # fmt: skip
-        return *moved, jnp.array(False)
+        natural, evaluation, step = carry
+        return backtracked_update(
+            problem, natural, evaluation, name, augmented, step, largest_step, index
+        )
 
     for name in natural:
         move_block = _for_each_latent if name in problem.coupled else _at_once
-        natural, evaluation, steps[name], fresh = move_block(
+        natural, evaluation, steps[name] = move_block(
             partial(move, name), len(natural[name].potential),
-            (natural, evaluation, steps[name], fresh),
+            (natural, evaluation, steps[name]),
         )  # fmt: skip
     return natural, evaluation, steps
 
@@ -255,21 +251,19 @@ def backtracked_update(
     augmented: Array | None,
     step: Array,
     largest_step: float,
-    fresh: Array,
-    index: Array | None = None,
+    index: Array | None,
 ) -> tuple[Natural, Evaluation, Array]:
     """Move one block towards its target, and halve the step while the bound falls.
 
     :param problem: the problem.
     :param natural: natural parameters of all blocks.
-    :param evaluation: the evaluation there.
+    :param evaluation: the evaluation there. If it is still to be computed, the first
+        attempt changes nothing. (The same code does both, because compiling the bound
+        twice would double the compile time.)
     :param name: the block to move.
     :param augmented: as for :func:`backtracked_sweep`.
     :param step: the first step size to try.
     :param largest_step: upper limit of the next step size.
-    :param fresh: whether ``evaluation`` is still to be computed: the first attempt then
-        changes nothing. (The same code does both, because compiling the bound twice
-        would double the compile time.)
     :param index: the one latent to update, (1,); ``None`` for all.
     :return: natural parameters and evaluation after the step (unchanged if no step
         raised the bound), and the next step size to try.
@@ -307,8 +301,8 @@ def backtracked_update(
     def halved(tries: Array) -> Array:
         return jnp.exp2(jnp.asarray(-tries, step.dtype))
 
-    tries = jnp.where(fresh, jnp.int32(-1), jnp.int32(0))
     bound, origin = evaluation.bound, problem.place(name, evaluation)
+    tries = jnp.where(jnp.isneginf(bound), jnp.int32(-1), jnp.int32(0))
     old = selected(natural[name], index)
     flat = jnp.zeros_like(bound)
     start = _Search(
