@@ -11,7 +11,6 @@ import numpyro.distributions as dist
 import pytest
 
 import numpyro_gpaug as gpaug
-from numpyro_gpaug.model.affine import BySites
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.columns import signature_of
 from tests import conftest
@@ -142,35 +141,6 @@ def test_arrays_that_change_are_not_seen() -> None:
         assert kept.arrays[0].dtype == jnp.result_type(float)
         ((merged,), _) = kept.merge()
         assert isinstance(merged, jax.Array)
-
-
-def test_what_predictors_make_of_sites_is_the_same_at_all_scales() -> None:
-    guide = gpaug.AutoLatentGaussian(learnt).setup(Y, GROUP)
-    arguments = Arguments.split((Y, GROUP), {})
-
-    def predictors(sd):
-        at = {"sd": sd}
-        key = jax.random.key(0)
-        return guide.view(guide.structure, learnt, arguments, at, key).predictors
-
-    @jax.jit
-    def matrices(sd):
-        found = predictors(sd)
-        assert isinstance(found.push, BySites)
-        each = jax.jacobian(found)(jnp.ones(found.structure.size))
-        values = jnp.eye(found.push.size)
-        slopes = jax.jacobian(lambda sd: predictors(sd).push.predictors(values[1]))(sd)
-        return found.dense.projection[0].T, each, found.offset, slopes
-
-    projection, each, offset, slopes = matrices(jnp.float32(0.7))
-    names = guide.structure.split(np.arange(5))
-    wanted = np.zeros((16, 5))
-    wanted[:, names["level"]] = 2 * 3
-    wanted[np.arange(16), names["effect"][GROUP]] = 2 * 0.7
-    np.testing.assert_allclose(projection, wanted, rtol=1e-6)
-    np.testing.assert_allclose(each, wanted, rtol=1e-6)
-    np.testing.assert_allclose(offset, 0, atol=1e-6)
-    assert (slopes == 0).all()
 
 
 def test_signatures_of_any_model() -> None:

@@ -12,7 +12,7 @@ members.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +24,7 @@ from numpyro_gpaug.gaussians.dense import AffineMap
 from numpyro_gpaug.gaussians.rows import Rows
 from numpyro_gpaug.math import linalg
 from numpyro_gpaug.model.latents import Grouping, Structure
-from numpyro_gpaug.model.program import Program
 
-Shapes = dict[str, jax.ShapeDtypeStruct]
 # The largest number of entries in a matrix for predictions, and the number from which
 # on rows by groups are faster although they need a check.
 _MOST, _LARGE = 2**24, 2**20
@@ -36,58 +34,6 @@ _BASE = 1024
 # The number of random vectors with which a map is compared, and the largest rounding
 # error, in units of the last digit.
 PROBES, ROUNDING = 2, 500
-
-
-class BySites(NamedTuple):
-    """The derivative of predictors with respect to standard normal numbers, by way of
-    the values of sites.
-
-    The map from these values to predictors (an index, a product with a column of the
-    data) does not depend on scales. A fit that learns scales computes it once for all
-    steps, and does not differentiate it.
-
-    :param values: the derivative of the values, flat, in the numbers by site.
-    :param predictors: the derivative of the predictors in the values.
-    :param size: number of values.
-    """
-
-    values: Callable[[dict[str, Array]], Array]
-    predictors: Callable[[Array], Array]
-    size: int
-
-    @classmethod
-    def of(cls, program: Program, shapes: Shapes, wanted: list[Any]) -> Self | None:
-        """Return the derivative of variables of a program, or ``None`` if they depend
-        on its latents in some other way than through values of sites.
-
-        :param program: the program of a model, from standard normal numbers by site.
-        :param shapes: shapes of these numbers.
-        :param wanted: variables that are affine in them.
-        """
-        made = program.outputs.values
-        sites = [made[k].variable for k in shapes if k in made]
-        latents = {program.inputs[k] for k in shapes}.difference(sites)
-        if not (sites and wanted) or latents & program.read_for(wanted, sites):
-            return None
-        avals = [program.avals[v] for v in sites]
-
-        def values(z: dict[str, Array]) -> Array:
-            known = {program.inputs[k]: x for k, x in z.items()}
-            return _flat(program.run(sites, known))
-
-        def predictors(flat: Array) -> Array:
-            parts = jnp.split(flat, np.cumsum([a.size for a in avals])[:-1])
-            shaped = [x.reshape(a.shape) for x, a in zip(parts, avals, strict=True)]
-            return _flat(program.run(wanted, dict(zip(sites, shaped, strict=True))))
-
-        start, scaled = jax.linearize(values, jax.tree.map(jnp.zeros_like, shapes))
-        # The map is affine, so it is linearised at zero, which does not depend on the
-        # hyperparameters.
-        _, push = jax.linearize(predictors, jnp.zeros_like(start))
-        return cls(scaled, push, start.size)
-
-    def __call__(self, numbers: dict[str, Array]) -> Array:
-        return self.predictors(self.values(numbers))
 
 
 class Predictors(NamedTuple):
@@ -103,7 +49,7 @@ class Predictors(NamedTuple):
 
     structure: Structure
     offset: Array
-    push: Callable[[dict[str, Array]], Array] | BySites
+    push: Callable[[dict[str, Array]], Array]
     residual: Array
     grouped: bool = False
     adjacent: bool = False
@@ -132,14 +78,9 @@ class Predictors(NamedTuple):
     @property
     def dense(self) -> AffineMap:
         """The map as one matrix."""
-        structure, number, push = self.structure, len(self.offset), self.push
-        split, like = structure.split, jnp.zeros(structure.size, structure.dtype)
-        if isinstance(push, BySites):
-            values = _matrix(lambda z: push.values(split(z)), like, push.size)
-            of_values = _matrix(push.predictors, values[0], number)
-            projection = linalg.precise(jnp.matmul)(values, of_values)
-        else:
-            projection = _matrix(lambda z: push(split(z)), like, number)
+        structure, number = self.structure, len(self.offset)
+        like = jnp.zeros(structure.size, structure.dtype)
+        projection = _matrix(lambda z: self.push(structure.split(z)), like, number)
         if structure.basis is not None:
             projection = _resolved(projection, structure.matrix)
         return AffineMap(self.offset[None], projection[None], self.residual[None])
@@ -276,10 +217,6 @@ class Predictors(NamedTuple):
             apart = (seen & (left.group != right.group)).any()
             worst = jnp.where(apart, jnp.inf, worst)
         return worst
-
-
-def _flat(values: list[Array]) -> Array:
-    return jnp.concatenate([x.ravel() for x in values])
 
 
 def _matrix(linear: Callable[[Array], Array], like: Array, number: int) -> Array:

@@ -24,7 +24,7 @@ from numpyro_gpaug.gp.conditional import Conditional, Outputs
 from numpyro_gpaug.gp.markov import MarkovConditional
 from numpyro_gpaug.likelihoods.expectations import Route
 from numpyro_gpaug.math.arrays import STATIC
-from numpyro_gpaug.model.affine import ROUNDING, BySites, Predictors, check_groups
+from numpyro_gpaug.model.affine import ROUNDING, Predictors, check_groups
 from numpyro_gpaug.model.expectation import (
     Concatenated,
     ExpectedLogLikelihood,
@@ -237,13 +237,7 @@ class JointView(View):
     @cached_property
     def predictors(self) -> Predictors:
         """The predictors of all data, concatenated."""
-        found, structure = self._affine(self._roots), self.structure
-        mixed = structure.functions or self._program.outputs.factors
-        plain = structure.standard and structure.basis is None
-        if not structure.form.any_rows or not plain or mixed:
-            return found
-        by_sites = BySites.of(self._program, self._shapes, self._roots)
-        return found if by_sites is None else found._replace(push=by_sites)
+        return self._affine(self._roots)
 
     def _affine(self, variables: list[Any]) -> Predictors:
         program, structure = self._program, self.structure
