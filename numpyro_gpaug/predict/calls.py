@@ -257,7 +257,7 @@ class Calls:
         except (TypeError, ValueError):
             # An error has the shapes that the user passed.
             with self._naming(arguments):
-                whole, _ = self._predictor.shapes_of(*given)
+                whole = self._predictor.shapes_of(*given)
             if not found:
                 raise
             return _joined(whole, found)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
-from jax import Array, lax, random
+from jax import Array, random
 from numpyro import handlers
 
 from numpyro_gpaug._numpyro import Ordered, one_thread, whole_plates
@@ -85,6 +85,7 @@ class Predictor:
         self.other_sites = self._answers.other_sites
         static = "what", "site", "num", "grouped", "unpadded", "of"
         self._compiled = jit_for_few_runs(self._answer, static_argnames=static)
+        self._prepared = jit_for_few_runs(self._prepare)
         # Programs and results of tracing, by kind and shapes of arguments.
         self._cache: dict[Any, Any] = {}
         names = tuple(site.name for site in structure.observed)
@@ -157,14 +158,12 @@ class Predictor:
         :raises CholeskyError: if a kernel matrix does not factorise.
         """
         known = prepared is not None
-        if prepared is None:
-            shapes = self._prepared_shapes(arguments, fitted)
-            # NumPy zeros, because JAX would compile a program for each shape.
-            prepared = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), shapes)
         on_devices = on_mesh(arguments.mesh or mesh_of_latents(fitted))
         with on_devices, threads_for(self.structure.largest):
-            ordered, prepared = self._compiled(
-                arguments, fitted, prepared, known, what=what, site=site, **how
+            if prepared is None:
+                prepared = self._prepared(arguments, fitted)
+            ordered = self._compiled(
+                arguments, fitted, prepared, what=what, site=site, **how
             )
             if not is_traced(arguments):
                 # The limit on threads ends here, so the work must end here, too.
@@ -246,8 +245,7 @@ class Predictor:
             self._cache.pop(("fewer", key))
 
         def found() -> tuple[int, Any]:
-            shapes, ready = self.shapes_of(what, arguments, fitted, site, **how)
-            self._cached("prepared", (fitted.size, padded.shapes), lambda: ready)
+            shapes = self.shapes_of(what, arguments, fitted, site, **how)
             return arguments.num_rows, shapes
 
         return self._cached("fewer", key, found)
@@ -259,29 +257,11 @@ class Predictor:
         """Return the shapes of the results of :meth:`__call__`, found without
         arithmetic."""
 
-        def run(arguments: Arguments, fitted: Fitted) -> tuple[Any, Prepared]:
-            answer, ready = self._answer(
-                arguments, fitted, None, None, what, site, **how
-            )
-            return answer.tree, ready
+        def run(arguments: Arguments, fitted: Fitted) -> Any:
+            prepared = self._prepare(arguments, fitted)
+            return self._answer(arguments, fitted, prepared, what, site, **how).tree
 
         return jax.eval_shape(run, arguments, fitted)
-
-    def _prepared_shapes(self, arguments: Arguments, fitted: Fitted) -> Prepared:
-        """Return the shapes of the quantities that predictions prepare; the prediction
-        itself is not traced for them."""
-
-        def run(arguments: Arguments, fitted: Fitted) -> Prepared:
-            def one(fitted: Fitted, *_: Any) -> tuple[Ordered, Prepared]:
-                view = self._view(arguments, fitted)
-                return Ordered(()), self._prepare(view, fitted)
-
-            return over_members(one, fitted, None)[1]
-
-        return self._cached(
-            "prepared", (fitted.size, arguments.shapes),
-            lambda: jax.eval_shape(run, arguments, fitted),
-        )  # fmt: skip
 
     @one_thread
     def moments(self, fitted: Fitted) -> dict[str, Moments]:
@@ -547,53 +527,43 @@ class Predictor:
         self,
         arguments: Arguments,
         fitted: Fitted,
-        prepared: Prepared | None,
-        known: Array | None,
+        prepared: Prepared,
         what: str,
         site: str,
         *,
         grouped: bool = False,
         **how: Any,
-    ) -> tuple[Ordered, Prepared]:
+    ) -> Ordered:
         shapes = []  # of data
         mixture = fitted.members is not None
 
-        def one(
-            fitted: Fitted, prepared: Prepared | None, number: Any
-        ) -> tuple[Ordered, Prepared]:
+        def one(fitted: Fitted, prepared: Prepared, number: Any) -> Ordered:
             view = self._view(arguments, fitted, grouped=grouped)
             if what == "y":
                 shapes.append(view.message(site)["fn"].shape())
-
-            def prepare() -> Prepared:
-                # From a view of its own, because values that a view keeps must not come
-                # from a branch.
-                return self._prepare(self._view(arguments, fitted), fitted)
-
-            if prepared is None:
-                ready = prepare()
-            else:
-                ready = lax.cond(known, lambda: prepared, prepare)
-            fit = Fit(fitted.values, *ready)
+            fit = Fit(fitted.values, *prepared)
             answer, own = getattr(self._answers, what), how
             if what == "average":  # each member has its own draws
                 own = {**how, "key": random.fold_in(how["key"], number)}
             if what == "left_out" and mixture:
                 own = {**how, "weighed": True}
-            return Ordered(answer(view, fit, site, **own)), ready
+            return Ordered(answer(view, fit, site, **own))
 
-        answer, ready = over_members(one, fitted, prepared)
+        answer = over_members(one, fitted, prepared)
         if fitted.members is not None:
             log_weights = fitted.members.log_weights
             answer = Ordered(MIXED[what](answer.tree, log_weights, **how))
         if what == "y":
             # At the end, because mixtures use the original distributions.
             answer = Ordered(expanded(answer.tree, shapes[-1]))
-        return answer, ready
+        return answer
 
-    def _prepare(self, view: Any, fitted: Fitted) -> Prepared:
-        factors = self.function_posterior.factors(view)
-        return Prepared(self._moments(fitted.own), factors)
+    def _prepare(self, arguments: Arguments, fitted: Fitted) -> Prepared:
+        def one(fitted: Fitted, *_: Any) -> Prepared:
+            factors = self.function_posterior.factors(self._view(arguments, fitted))
+            return Prepared(self._moments(fitted.own), factors)
+
+        return over_members(one, fitted, None)
 
     def _without_data(self) -> Callable[..., Any]:
         """Return the model with values for sites that are not observed here."""
