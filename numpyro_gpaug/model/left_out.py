@@ -183,16 +183,16 @@ def without_factors(own: Array, slopes: Array, precision: Array) -> tuple[Array,
 
     They are NaN where less is known of p than the factors say.
 
-    :param own: covariances, of the predictors of the factors first, (n, k, k).
-    :param slopes: g, (n, cut).
-    :param precision: W, (n, cut, cut).
+    :param own: covariances, of the predictors of the factors first, (..., k, k).
+    :param slopes: g, (..., cut).
+    :param precision: W, (..., cut, cut).
     """
-    cut = slopes.shape[1]
-    pp, rp = own[:, :cut, :cut], own[:, cut:, :cut]
+    cut = slopes.shape[-1]
+    pp, rp = own[..., :cut, :cut], own[..., cut:, :cut]
     kept = jnp.eye(cut, dtype=own.dtype) - small.product(precision, pp)
-    gain = small.product(rp, _inverse(kept))
+    gain = _solved(kept.mT, rp.mT)[0].mT
     added = small.product(gain, small.product(precision, rp.mT))
-    return jnp.matvec(gain, slopes), own[:, cut:, cut:] + added
+    return jnp.matvec(gain, slopes), own[..., cut:, cut:] + added
 
 
 def without_groups(
@@ -205,22 +205,13 @@ def without_groups(
     count, cut = len(whole), slopes.shape[1]
     wide = together.members.shape[1]
 
-    @linalg.one_by_one
-    def solved(kept: Array, rp: Array) -> Array:
-        sign, _ = jnp.linalg.slogdet(kept)
-        return jnp.where(sign > 0, jnp.linalg.solve(kept.T, rp.T).T, jnp.nan)
-
     def of_group(members: Array) -> tuple[Array, Array]:
-        there, at = members >= 0, jnp.maximum(members, 0)
-        own = whole[:, at][:, :, :, at]
-        rp = own[cut:, :, :cut].reshape(-1, cut * wide)
-        pp, w, g = _of_group(whole[:cut, :, :cut], slopes, precision, members)
-        gain = solved(jnp.eye(len(pp), dtype=own.dtype) - w @ pp, rp)
-        spread = own[cut:, :, cut:].reshape(len(rp), len(rp)) + gain @ w @ rp.T
+        factors = _factors_of(slopes, precision, members)
+        shift, spread = without_factors(_of_group(whole, members), *factors)
         of_datum = jnp.einsum("irjr->rij", spread.reshape(2 * (count - cut, wide)))
-        variances = linalg.diagonal(of_datum)
-        proper = (jnp.where(there[:, None], variances, 1) > 0).all()
-        return (gain @ g).reshape(-1, wide).T, jnp.where(proper, of_datum, jnp.nan)
+        there = jnp.where((members >= 0)[:, None], linalg.diagonal(of_datum), 1)
+        proper = (there > 0).all()
+        return shift.reshape(-1, wide).T, jnp.where(proper, of_datum, jnp.nan)
 
     found = jax.lax.map(of_group, together.members)
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[together.place], found)
@@ -228,20 +219,19 @@ def without_groups(
 
 def log_density(own: Array, slopes: Array, precision: Array) -> Array:
     r"""Return the logarithm of the mean of factors under the Gaussian without them,
-    (n,).
+    (...).
 
     Each factor is one at the mean of its predictors. The mean is
     :math:`\tfrac12 \log |I - W C| - \tfrac12 g^\top C (I - W C)^{-1} g`, with the
     symbols of :func:`without_factors`.
 
-    :param own: covariances of the predictors of the factors, (n, k, k).
-    :param slopes: g, (n, k).
-    :param precision: W, (n, k, k).
+    :param own: covariances of the predictors of the factors, (..., k, k).
+    :param slopes: g, (..., k).
+    :param precision: W, (..., k, k).
     """
     kept = jnp.eye(own.shape[-1], dtype=own.dtype) - small.product(precision, own)
-    log_det, inverse = _log_det(kept), _inverse(kept)
-    fall = (slopes * jnp.matvec(small.product(own, inverse), slopes)).sum(-1)
-    return 0.5 * (log_det - fall)
+    moved, log_det = _solved(kept, slopes[..., None])
+    return 0.5 * (log_det - (slopes * jnp.matvec(own, moved[..., 0])).sum(-1))
 
 
 def log_density_of_groups(
@@ -251,47 +241,44 @@ def log_density_of_groups(
 
     :param whole: covariances of all predictors, (count, n, count, n).
     """
-    cut, wide = slopes.shape[1], together.members.shape[1]
-
-    @linalg.one_by_one
-    def of(kept: Array, pp: Array, g: Array) -> Array:
-        sign, log_det = jnp.linalg.slogdet(kept)
-        fall = g @ pp @ jnp.linalg.solve(kept, g)
-        return jnp.where(sign > 0, 0.5 * (log_det - fall), jnp.nan)
+    known = whole[: slopes.shape[1], :, : slopes.shape[1]]
 
     def of_group(members: Array) -> Array:
-        pp, w, g = _of_group(whole[:cut, :, :cut], slopes, precision, members)
-        return of(jnp.eye(cut * wide, dtype=pp.dtype) - w @ pp, pp, g)
+        factors = _factors_of(slopes, precision, members)
+        return log_density(_of_group(known, members), *factors)
 
     return jax.lax.map(of_group, together.members)
 
 
-def _of_group(
-    whole: Array, slopes: Array, precision: Array, members: Array
-) -> tuple[Array, Array, Array]:
-    """Return the covariance of the predictors of a group's factors, the precision of
-    the factors, and their slopes, flat."""
+def _of_group(whole: Array, members: Array) -> Array:
+    """Return the covariance of the predictors of a group, by predictor and member."""
+    at = jnp.maximum(members, 0)
+    size = len(whole) * len(at)
+    return whole[:, at][:, :, :, at].reshape(size, size)
+
+
+def _factors_of(slopes: Array, precision: Array, members: Array) -> tuple[Array, Array]:
+    """Return the slopes of a group's factors, flat, and their precision."""
     there, at = members >= 0, jnp.maximum(members, 0)
-    cut, wide = slopes.shape[1], len(members)
-    pp = whole[:, at][:, :, :, at].reshape(cut * wide, cut * wide)
     # Absent members have no factor.
     each = jnp.where(there[:, None, None], precision[at], 0)
-    w = jnp.einsum("rij,rs->irjs", each, jnp.eye(wide, dtype=pp.dtype))
-    return pp, w.reshape(pp.shape), jnp.where(there, slopes[at].T, 0).ravel()
+    w = jnp.einsum("rij,rs->irjs", each, jnp.eye(len(at), dtype=each.dtype))
+    return jnp.where(there, slopes[at].T, 0).ravel(), w.reshape(2 * (slopes[at].size,))
 
 
-def _log_det(x: Array) -> Array:
-    """Return the log-determinants of matrices of one or two rows, (n, k, k)."""
-    a, b, c, d = x[:, 0, 0], x[:, 0, -1], x[:, -1, 0], x[:, -1, -1]
-    return jnp.log(a * d - b * c if x.shape[-1] == 2 else a)
-
-
-def _inverse(x: Array) -> Array:
-    """Return the inverses of matrices of one or two rows, (n, k, k); NaN where the
-    determinant is not positive."""
-    a, b, c, d = x[:, 0, 0], x[:, 0, -1], x[:, -1, 0], x[:, -1, -1]
-    two = x.shape[-1] == 2
-    determinant = a * d - b * c if two else a
-    adjugate = jnp.stack([d, -b, -c, a], -1) if two else jnp.ones_like(x)
-    kept = jnp.where(determinant > 0, determinant, jnp.nan)
-    return adjugate.reshape(x.shape) / kept[:, None, None]
+def _solved(x: Array, right: Array) -> tuple[Array, Array]:
+    """Return ``x^-1 right`` of matrices (..., k, k) and (..., k, n), and the
+    log-determinants of x; NaN where a determinant is not positive."""
+    if x.shape[-1] > 2:
+        sign, log_det = linalg.one_by_one(jnp.linalg.slogdet)(x)
+        found = linalg.one_by_one(jnp.linalg.solve)(x, right)
+    else:
+        a, b, c, d = x[..., 0, 0], x[..., 0, -1], x[..., -1, 0], x[..., -1, -1]
+        two = x.shape[-1] == 2
+        sign = a * d - b * c if two else a
+        adjugate = jnp.stack([d, -b, -c, a], -1) if two else jnp.ones_like(x)
+        found = small.product(adjugate.reshape(x.shape), right) / sign[..., None, None]
+        log_det = jnp.log(sign)
+    proper = sign > 0
+    found = jnp.where(proper[..., None, None], found, jnp.nan)
+    return found, jnp.where(proper, log_det, jnp.nan)
