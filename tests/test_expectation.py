@@ -60,6 +60,13 @@ def test_constants_need_no_derivative():
     assert np.all(np.asarray(jax.grad(average)(jnp.ones(2))) > 0)
 
 
+def test_a_derivative_has_the_dtype_of_its_argument(x64):
+    y = jnp.ones(1, jnp.float32)
+    at = PredictorMoments((jnp.zeros(1),), (jnp.ones(1),))
+    found = jax.grad(lambda y: expected_sum(logistic, (y,), at))(y)
+    assert found.dtype == y.dtype
+
+
 def normal(numbers, predictors):
     """The log-density of a normal with a location and the logarithm of a scale."""
     y, shift = numbers

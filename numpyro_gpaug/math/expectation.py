@@ -346,8 +346,9 @@ def _moment_slopes(
 
 
 def _backward(total: Sum, kept: Any, cotangent: Array) -> tuple[Any, Any]:
-    # Arguments in which the sum was not differentiated have None.
-    direct, moments = jax.tree.map(lambda x: cotangent * x, kept)
+    # Arguments in which the sum was not differentiated have None. Data may be float32
+    # in a float64 model, and a derivative has the dtype of its argument.
+    direct, moments = jax.tree.map(lambda x: cotangent.astype(x.dtype) * x, kept)
     return direct, moments
 
 
