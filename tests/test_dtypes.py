@@ -99,3 +99,13 @@ def test_a_run_goes_on_in_the_dtype_of_its_state(double):
     found = on.losses, loss, state.bound, probs, precision
     assert {x.dtype for x in found} == {kind}
     assert on.losses[-1] <= first.losses[-1]
+
+
+def test_a_process_at_inputs_of_float32_in_a_float64_model(x64):
+    def model(X, y, inducing):
+        f = gpaug.GaussianProcess("f", gpaug.kernels.Matern52(1.0), inducing)(X)
+        numpyro.sample("y", dist.Bernoulli(probs=jax.scipy.special.ndtr(f)), obs=y)
+
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
+    fits = [svi.run(KEY, 9, x, Y, inducing=x, **QUIET) for x in (X.astype("f4"), X)]
+    np.testing.assert_allclose(fits[0].losses[-1], fits[1].losses[-1], rtol=1e-6)

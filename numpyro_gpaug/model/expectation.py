@@ -190,7 +190,7 @@ class Split:
 
     def __init__(self, program: Program, found: Frontier) -> None:
         self.frontier = found
-        self.shapes = tuple(program.avals[r].shape for r in found.roots)
+        self.avals = tuple(program.avals[r] for r in found.roots)
 
     def outputs(self, numbers: Any, predictors: tuple[Array, ...]) -> list[Array]:
         """Return the outputs that are computed from the roots.
@@ -198,8 +198,9 @@ class Split:
         :param numbers: values of the variables that depend on no latent.
         :param predictors: the predictors, flat, the smaller first.
         """
-        pairs = zip(predictors, self.shapes, strict=True)
-        roots = [x.reshape(shape) for x, shape in pairs]
+        pairs = zip(predictors, self.avals, strict=True)
+        # Inputs of float32 make a predictor of float32, also in a float64 model.
+        roots = [x.reshape(like.shape).astype(like.dtype) for x, like in pairs]
         return self.frontier.density(numbers, roots)
 
     def total(self, numbers: Any, predictors: tuple[Array, ...]) -> Array:
@@ -220,7 +221,7 @@ class Split:
         """
         if route is not Route.EXPONENTIAL:
             return expected_sum(self.total, numbers, at)
-        (shape,) = self.shapes
+        (shape,) = (x.shape for x in self.avals)
         mean, variance = (x[0].reshape(shape) for x in (at.means, at.variances))
         return expectation(self.frontier, numbers, mean, variance)
 
