@@ -146,7 +146,7 @@ class Posteriors(
             table of response 3, and ``summary.xs("effect[2]", level="site")`` that of a
             latent.
         """
-        return long_table(self._fits.sites, self.values)
+        return long_table(self._fits.sites, self.values, len(self))
 
     def posterior(self, response: int) -> Posterior:
         """Return the posterior of one response, with all methods that the posterior of

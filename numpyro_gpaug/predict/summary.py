@@ -154,48 +154,66 @@ def table(
     """
     import pandas
 
-    rows: dict[str, list[float]] = {}
-    for name, (mean, variance, _) in sites.items():
-        deviation = np.sqrt(np.asarray(variance))
-        for label, m, s in _entries(name, np.asarray(mean), deviation):
-            tail = _TAIL * s
-            rows[label] = [m, s, m - tail, m, m + tail]
-    for name, value in points.items():
-        value = np.asarray(value)
-        for label, m, s in _entries(name, value, np.full(value.shape, np.nan)):
-            rows[label] = [m, s, s, s, s]
+    labels, rows = _rows(sites, points, ())
     if members is not None:
         weights = np.exp(np.asarray(members.log_weights, float))
         for name, values in members.values.items():
-            rows |= _of_members(name, np.asarray(values), weights)
-    return pandas.DataFrame.from_dict(rows, orient="index", columns=_COLUMNS)
+            labels += [label for label, _ in entries(name, np.shape(values)[1:])]
+            flat = np.asarray(values).reshape(len(weights), -1)
+            rows = np.concatenate([rows, weighted_columns(flat, weights).T])
+    return pandas.DataFrame(rows, labels, _COLUMNS)
 
 
-def long_table(sites: dict[str, SiteMoments], points: Values) -> pandas.DataFrame:
+def long_table(
+    sites: dict[str, SiteMoments], points: Values, number: int
+) -> pandas.DataFrame:
     """Return the :func:`table` of many responses, one below the other.
 
     :param sites: Gaussian latents, with a leading axis over the responses.
     :param points: latents and params that are fixed at a value, likewise.
+    :param number: the number of responses.
     """
     import pandas
 
-    moments = {k: (x.mean, np.sqrt(x.variance)) for k, x in sites.items()}
-    fixed = {k: (x, np.full(np.shape(x), np.nan)) for k, x in points.items()}
-    labels: list[str] = []
-    columns = []
-    for name, (mean, deviation) in {**moments, **fixed}.items():
-        labels += [label for label, _ in entries(name, np.shape(mean)[1:])]
-        columns.append([np.asarray(x).reshape(len(x), -1) for x in (mean, deviation)])
-    mean, deviation = (np.concatenate(x, 1) for x in zip(*columns, strict=True))
-    tail = _TAIL * deviation
-    number, index = len(mean), [range(len(mean)), labels]
-    return pandas.DataFrame(
-        np.stack(
-            [mean, deviation, mean - tail, mean + 0 * tail, mean + tail], -1
-        ).reshape(number * len(labels), -1),
-        pandas.MultiIndex.from_product(index, names=["response", "site"]),
-        _COLUMNS,
+    labels, rows = _rows(sites, points, (number,))
+    index = pandas.MultiIndex.from_product(
+        [range(number), labels], names=["response", "site"]
     )
+    return pandas.DataFrame(rows.reshape(len(index), -1), index, _COLUMNS)
+
+
+def _rows(
+    sites: dict[str, SiteMoments], points: Values, leading: tuple[int, ...]
+) -> tuple[list[str], np.ndarray]:
+    """Return the labels of all entries, and their rows, (..., entries, 5).
+
+    :param leading: sizes of leading axes.
+    """
+    found: dict[str, Any] = {k: (x.mean, np.sqrt(x.variance)) for k, x in sites.items()}
+    found |= {k: (x, np.full(np.shape(x), np.nan)) for k, x in points.items()}
+    labels, columns = list[str](), [np.zeros((2, *leading, 0))]
+    for name, pair in found.items():
+        columns.append(np.stack(pair).reshape(2, *leading, -1))
+        shape = np.shape(pair[0])[len(leading) :]
+        labels += [label for label, _ in entries(name, shape)]
+    mean, deviation = np.concatenate(columns, -1, dtype=float)
+    tail = _TAIL * deviation
+    rows = [mean, deviation, mean - tail, mean + 0 * tail, mean + tail]
+    return labels, np.stack(rows, -1)
+
+
+def weighted_columns(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Return mean, standard deviation and quantiles of each column, (5, columns). The
+    deviation of a column that varies by no more than rounding is zero.
+
+    :param values: (n, columns), in the precision in which they were computed.
+    :param weights: normalised, (n,).
+    """
+    moves, values = varying(values), values.astype(float)
+    mean = weights @ values
+    spread = np.sqrt(weights @ np.square(values - mean)) * moves
+    levels = weighted_quantiles(values, weights, (0.05, 0.5, 0.95))
+    return np.stack([mean, spread, *levels])
 
 
 def printed(found: pandas.DataFrame) -> str:
@@ -204,21 +222,3 @@ def printed(found: pandas.DataFrame) -> str:
     if not found["sd"].isna().any():
         return text
     return f"{text}\n-: fixed at a point; NestedVI(model) integrates hyperparameters"
-
-
-def _of_members(
-    name: str, values: np.ndarray, weights: np.ndarray
-) -> dict[str, list[float]]:
-    mean = np.tensordot(weights, values, 1)
-    moves = varying(values.reshape(len(values), -1)).reshape(mean.shape)
-    values = values.astype(float)
-    spread = np.sqrt(np.tensordot(weights, np.square(values - mean), 1)) * moves
-    flat = values.reshape(len(values), -1)
-    levels = weighted_quantiles(flat, weights, (0.05, 0.5, 0.95))
-    entries = zip(_entries(name, mean, spread), levels.T, strict=True)
-    return {label: [m, s, *map(float, each)] for (label, m, s), each in entries}
-
-
-def _entries(name: str, mean: np.ndarray, spread: np.ndarray) -> Any:
-    for label, place in entries(name, mean.shape):
-        yield label, float(mean[place]), float(spread[place])

@@ -199,12 +199,8 @@ class AugmentedGaussian(GaussianKernel):
         latents, geometry = self._placed(numbers, {}, arguments)
         z = self._sites(latents, geometry, {}, arguments)
 
-        def drawn() -> Auxiliaries:
-            pairs = [self._drawn(key, part, z, arguments) for part in self._parts]
-            return {site: aux for own, _ in pairs for site, aux in own.items()}
-
         # Zeros, until a sweep draws auxiliaries.
-        shapes = jax.eval_shape(drawn)
+        shapes, _ = jax.eval_shape(self._all_drawn, key, z, arguments)
         aux = jax.tree.map(jnp.zeros_like, shapes)
         return AugmentedState(z, aux, latents, geometry, key)
 
@@ -255,6 +251,15 @@ class AugmentedGaussian(GaussianKernel):
         """
         trace = self._run(arguments, self._given(values))
         return draw_factors(key, trace, part.structure.observed)
+
+    def _all_drawn(
+        self, key: Array, values: Values, arguments: Arguments
+    ) -> tuple[Auxiliaries, tuple[GaussianFactors, ...]]:
+        """Draw all auxiliaries. Return them, and the factors of each part. Parts that
+        share a site have the same key, and so the same auxiliaries."""
+        drawn = [self._drawn(key, part, values, arguments) for part in self._parts]
+        aux = {site: each for own, _ in drawn for site, each in own.items()}
+        return aux, tuple(factors for _, factors in drawn)
 
     def _predictors(
         self, part: Part, values: Values, arguments: Arguments
@@ -387,7 +392,8 @@ class CollapsedState(NamedTuple):
 
     :param z: latents, hyperparameters and deterministic sites.
     :param aux: the auxiliaries on which their draw is conditioned, by site and name.
-    :param inner: state of the kernel of the hyperparameters.
+    :param inner: state of the kernel of the hyperparameters; in the first state, until
+        the kernel starts, the Gaussian factors of each part.
     :param rng_key: random key.
     :param version: the version of everything the model reads besides its arguments.
     """
@@ -479,13 +485,13 @@ class CollapsedGaussian(AugmentedGaussian):
                         "other latents, so there is nothing to collapse it on. Sample "
                         "it by AugmentedGaussian(model) and NUTS(model) in Gibbs"
                     )
-        self._refuse_likelihood_parameters(view)
+        start = self._run(view.arguments, {})
+        self._refuse_likelihood_parameters(view, start)
         shown = {s.name for s in self.structure.observed if s.route is Route.CONSTANT}
         shown.update(self.structure.others)
-        self._hidden = [k for k in self._run(view.arguments, {}) if k not in shown]
+        self._hidden = [k for k in start if k not in shown]
 
-    def _refuse_likelihood_parameters(self, view: JointView) -> None:
-        start = self._run(view.arguments, {})
+    def _refuse_likelihood_parameters(self, view: JointView, start: Trace) -> None:
         shapes = {
             k: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
             for k, x in ((k, start[k]["value"]) for k in self.structure.others)
@@ -522,9 +528,9 @@ class CollapsedGaussian(AugmentedGaussian):
                 'use chain_method="sequential", "parallel" or jax.vmap'
             )
         key, inner_key = random.split(rng_key)
-        first, factors = super()._begun(key, values, arguments)
+        first = super()._begun(key, values, arguments)
         args, kwargs = arguments.merge()
-        given = {**kwargs, FACTORS_KWARG: factors}
+        given = {**kwargs, FACTORS_KWARG: first.inner}
         others = {k: first.z[k] for k in self.structure.others}
         start = unconstrain_fn(self._collapsed, args, given, others)
         inner = self._inner.init(inner_key, self._num_warmup, start, args, given)
@@ -539,10 +545,7 @@ class CollapsedGaussian(AugmentedGaussian):
         numbers = self._start(prior_key, values, others, arguments)
         z = self._values(numbers, others, arguments)
         aux, factors = self._all_drawn(aux_key, z, arguments)
-        return CollapsedState(z, aux, (), key), factors
-
-    def _refuse_broken(self, state: Any, arguments: Arguments) -> None:
-        super()._refuse_broken(state[0], arguments)
+        return CollapsedState(z, aux, factors, key)
 
     def _renewed(self, state: CollapsedState, arguments: Arguments) -> CollapsedState:
         numbers = self._numbers(state.z, arguments)
@@ -577,15 +580,6 @@ class CollapsedGaussian(AugmentedGaussian):
         """Return the values of all sites at numbers by site."""
         placed = self._placed(numbers, others, arguments)
         return self._sites(*placed, others, arguments) | others
-
-    def _all_drawn(
-        self, key: Array, values: Values, arguments: Arguments
-    ) -> tuple[Auxiliaries, tuple[GaussianFactors, ...]]:
-        """Draw all auxiliaries. Return them, and the factors of each part. Parts that
-        share a site have the same key, and so the same auxiliaries."""
-        drawn = [self._drawn(key, part, values, arguments) for part in self._parts]
-        aux = {site: each for own, _ in drawn for site, each in own.items()}
-        return aux, tuple(factors for _, factors in drawn)
 
     def _collapsed(self, *args: Any, **kwargs: Any) -> None:
         """Return the model of the hyperparameters given auxiliaries: their priors,

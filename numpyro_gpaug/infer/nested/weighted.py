@@ -10,12 +10,8 @@ import numpy as np
 from scipy.special import logsumexp
 
 from numpyro_gpaug._display import entries
-from numpyro_gpaug.math.importance import (
-    log_mean_exp,
-    smoothed_columns,
-    varying,
-    weighted_quantiles,
-)
+from numpyro_gpaug.math.importance import log_mean_exp, smoothed_columns
+from numpyro_gpaug.predict.summary import weighted_columns
 
 # The largest k-hat that is certified, for any number of draws.
 LARGEST_KHAT = 0.7
@@ -157,19 +153,15 @@ class Weighted:
         for name, values in sites.items():
             rounded = values.reshape(len(weights), -1)
             rounded = np.where(weights[:, None] > 0, rounded, rounded[some])
-            flat = rounded.astype(float)
-            mean = weights @ flat
-            apart = flat - mean
-            variance = weights @ np.square(apart)
+            found = weighted_columns(rounded, weights)
+            mean, spread = found[:2]
             # Draws at one point are not independent, so the errors are those of sums
             # over points.
-            own = (weights[:, None] * apart).reshape(*self.log_ratios.shape, -1).sum(1)
-            error = np.square(own).sum(0)
-            worth = variance / np.where(error > 0, error, np.inf)
-            moves = varying(rounded)
-            variance, worth = np.where(moves, (variance, worth), [[0.0], [np.nan]])
-            quantiles = weighted_quantiles(flat, weights, (0.05, 0.5, 0.95))
-            columns = np.stack([mean, np.sqrt(variance), *quantiles, worth], 1).tolist()
+            own = weights[:, None] * (rounded - mean)
+            error = np.square(own.reshape(*self.log_ratios.shape, -1).sum(1)).sum(0)
+            worth = np.square(spread) / np.where(error > 0, error, np.inf)
+            worth = np.where(spread > 0, worth, np.nan)
+            columns = np.stack([*found, worth], 1).tolist()
             labels = (label for label, _ in entries(name, values.shape[1:]))
             rows |= dict(zip(labels, columns, strict=True))
         return rows
