@@ -11,6 +11,7 @@ import numpyro.distributions as dist
 import pytest
 
 from numpyro_gpaug._numpyro import Ordered
+from numpyro_gpaug.distributions._grid import Grid
 from numpyro_gpaug.distributions.predictor_mixture import PredictorMixture
 from numpyro_gpaug.math.expectation import nodes
 from tests.conftest import slow
@@ -62,6 +63,19 @@ def test_draws_follow_the_probabilities(name: str) -> None:
     assert np.abs(np.corrcoef(draws.T) - np.eye(4)).max() < 0.035
 
 
+def over_nodes(of: Callable[[Any], dist.Distribution], dimensions: int) -> Any:
+    """Return a mixture for three data."""
+    x, weights = nodes(dimensions, jnp.zeros(0).dtype)
+    each = jax.vmap(lambda z: of([*jnp.broadcast_to(z[:, None], (dimensions, 3))]))
+    leaves = jax.tree.leaves(Ordered(each(x)))
+    component = of(jnp.zeros((dimensions, 3)))
+    varies = tuple(jnp.ndim(leaf) > 0 for leaf in leaves)
+    return PredictorMixture(
+        tuple(leaves), weights, jax.tree.structure(Ordered(component)), varies,
+        (3,), (), dimensions,
+    )  # fmt: skip
+
+
 # By number of predictors; their standard deviation is one.
 NARROW: dict[int, Callable[[Any], dist.Distribution]] = {
     1: lambda z: dist.Poisson(jnp.exp(5 + z[0])),
@@ -78,15 +92,7 @@ def test_likelihoods_that_are_narrower_than_the_distance_of_nodes(
         z = jnp.stack(jnp.broadcast_arrays(*z))
         return NARROW[dimensions](z)
 
-    x, weights = nodes(dimensions, jnp.zeros(0).dtype)
-    each = jax.vmap(lambda z: of([*jnp.broadcast_to(z[:, None], (dimensions, 3))]))
-    leaves, treedef = jax.tree.flatten(Ordered(each(x)))
-    component = of(jnp.zeros((dimensions, 3)))
-    varies = tuple(jnp.ndim(leaf) > 0 for leaf in leaves)
-    mixture = PredictorMixture(
-        tuple(leaves), weights, jax.tree.structure(Ordered(component)), varies,
-        (3,), (), dimensions,
-    )  # fmt: skip
+    mixture = over_nodes(of, dimensions)
     y = jnp.array([40, 150, 1200]) if dimensions == 1 else jnp.array([0.1, 0.6, 0.8])
     fine = np.linspace(-5, 5, 2001 if dimensions == 1 else 401)
     z = np.stack([x.ravel() for x in np.meshgrid(*[fine] * dimensions)])
@@ -103,6 +109,24 @@ def test_likelihoods_that_are_narrower_than_the_distance_of_nodes(
     # Draws at the nodes alone are close to a few numbers, in logarithms .35 apart.
     middle = jnp.sort(jnp.log(draws[:, 1]))[100:-100]
     assert jnp.diff(middle).max() < 0.1
+
+
+def test_peaks_are_sought_only_where_nodes_step_over_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def sought(*_: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(Grid, "log_average", sought)
+    mixture = over_nodes(lambda z: dist.Poisson(jnp.exp(0.4 * z[0])), 1)
+    y = jnp.arange(3)
+    below = mixture.cdf(y)
+    assert (mixture.icdf(below - 1e-3) == y).all()
+    assert jnp.isfinite(mixture.log_prob(y)).all()
+    pairs = over_nodes(lambda z: dist.Normal(z[0], 2 * jnp.exp(0.3 * z[1])), 2)
+    assert jnp.isfinite(pairs.log_prob(jnp.zeros(3))).all()
+    with pytest.raises(AssertionError):
+        mixture.log_prob(y + 30)
 
 
 class Silent(dist.Distribution):

@@ -10,7 +10,7 @@ rate that is the exponential of a predictor is then exact.)
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from itertools import product
 from typing import Any
 
@@ -28,9 +28,10 @@ _POINTS = 6
 # The number of Newton steps to a peak, from the highest node.
 _STEPS = 12
 
-# The largest share of one node in a sum that is accurate: the likelihood is then wider
-# than the distance of two nodes.
-_COARSE = 0.25
+# The largest share of one node in a sum that is accurate, by the number of predictors:
+# the likelihood is then about as wide as the distribution of a predictor. Few nodes
+# have larger shares from the start.
+_COARSE = {1: 0.3, 2: 0.35}
 
 Density = Callable[[list[Array]], Array]
 
@@ -41,14 +42,18 @@ def stepped_over(log_terms: Array, dimensions: int) -> Array:
     :param log_terms: the logarithms of its terms, (members * nodes, ...).
     :param dimensions: the number of predictors.
     """
-    shares = jax.nn.softmax(log_terms, 0)
-    shares = shares.reshape(-1, *[NODES[dimensions]] * dimensions, *shares.shape[1:])
-    # The other predictor is summed out, and members keep their shares.
-    alone = [
-        shares.sum([1 + k for k in range(dimensions) if k != axis]).max(1).sum(0)
-        for axis in range(dimensions)
-    ]
-    return jnp.stack(alone).max(0) > _COARSE
+    axes = [NODES[dimensions]] * dimensions
+    terms = log_terms.reshape(-1, *axes, *log_terms.shape[1:])
+    largest = []
+    # Not the largest normalised weights: reductions of arrays of 32 million numbers or
+    # more, divided by sums, crash jaxlib 0.10.0 and 0.10.1.
+    for axis in range(dimensions):
+        # The other predictor is summed out, and members keep their shares.
+        others = tuple(1 + k for k in range(dimensions) if k != axis)
+        along = jax.nn.logsumexp(terms, others) if others else terms
+        largest.append(jax.nn.logsumexp(along.max(1), 0))
+    share = jnp.stack(largest).max(0) - jax.nn.logsumexp(log_terms, 0)
+    return share > np.log(_COARSE[dimensions])
 
 
 class Grid:
@@ -125,16 +130,13 @@ class Grid:
         """Return the first node of a polynomial, and the weights of its nodes."""
         x = jnp.asarray(self.x, z.dtype)
         z = jnp.clip(z, x[0], x[-1])
-        first = jnp.searchsorted(x, lax.stop_gradient(z)) - _POINTS // 2
-        first = jnp.clip(first, 0, len(x) - _POINTS)
-        near = [x[first + k] for k in range(_POINTS)]
-        weights = [
-            jnp.prod(
-                jnp.stack([(z - b) / (a - b) for j, b in enumerate(near) if j != i]), 0
-            )
-            for i, a in enumerate(near)
-        ]
-        return first, jnp.stack(weights)
+        first = (x.reshape(-1, *[1] * z.ndim) <= lax.stop_gradient(z)).sum(0)
+        first = jnp.clip(first - _POINTS // 2, 0, len(x) - _POINTS)
+        centres, rules = _interpolation(self.x)
+        t = z - jnp.asarray(centres, z.dtype)[first]
+        # Powers, highest first, and nodes.
+        rule = jnp.moveaxis(jnp.asarray(rules, z.dtype)[first], (-2, -1), (0, 1))
+        return first, reduce(lambda sum_, c: sum_ * t + c, rule)
 
     def log_average(
         self,
@@ -233,6 +235,14 @@ class Grid:
         else:
             at, log_weights = gaussian_nodes(zero, zero + 1, peak, width)
         return jnp.moveaxis(at, -1, 0), jnp.moveaxis(log_weights, -1, 0)
+
+
+def _interpolation(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the centre of each run of neighbouring nodes, and the polynomials about it
+    that are one at one of them and zero at the others: (runs, powers, nodes)."""
+    near = np.lib.stride_tricks.sliding_window_view(x, _POINTS)
+    centres = near.mean(1)
+    return centres, np.linalg.inv([np.vander(each) for each in near - centres[:, None]])
 
 
 def _beside(x: Array, kind: Any) -> Array:

@@ -111,6 +111,13 @@ class PredictorMixture(Distribution):
             (True,) * len(leaves), self.batch_shape, self.event_shape, self.dimensions,
         )  # fmt: skip
 
+    def _of_nodes(self) -> PredictorMixture:
+        """Return the mixture without interpolation between its nodes."""
+        return PredictorMixture(
+            self.leaves, self.weights, self.treedef, self.varies, self.batch_shape,
+            self.event_shape,
+        )  # fmt: skip
+
     def of_labels(self) -> Distribution:
         """Return, for binary labels and classes, a distribution of the same kind with
         ``probs``; otherwise the mixture itself."""
@@ -211,6 +218,15 @@ class PredictorMixture(Distribution):
 
     def log_prob(self, value: Array) -> Array:
         return self._where_needed("_log_density", value)
+
+    def log_prob_of_nodes(self, value: Array) -> Array:
+        """Return ``log_prob`` by the nodes alone; NaN where they step over the peak of
+        the likelihood.
+
+        :param value: the data.
+        """
+        found, wrong = self._log_density(value)
+        return found if wrong is None else jnp.where(wrong, jnp.nan, found)
 
     def cdf(self, value: Array) -> Array:
         return self._where_needed("_probability", value)
@@ -321,8 +337,16 @@ class PredictorMixture(Distribution):
         other = lax.cond(wrong.any(), all_of, lambda _: found, None)
         return jnp.where(wrong & jnp.isfinite(other), other, found)
 
-    @_one_program
     def icdf(self, q: Array) -> Array:
+        return self._where_needed("_quantile", q)
+
+    @_one_program
+    def _quantile(self, q: Array) -> tuple[Array, Array | None]:
+        found = self._of_nodes()._quantile_between(q)
+        return found, self._stepped_over(self._by_nodes(self._turn(found))[1])
+
+    @_one_program
+    def _quantile_between(self, q: Array) -> Array:
         def ends(d: Any) -> Array:
             found = jnp.stack(
                 jnp.broadcast_arrays(*map(jnp.asarray, bounds(d.support)))

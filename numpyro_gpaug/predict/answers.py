@@ -15,6 +15,7 @@ from numpyro import handlers
 from numpyro.distributions import Distribution
 
 from numpyro_gpaug._numpyro import residual_policy
+from numpyro_gpaug.distributions.predictor_mixture import PredictorMixture
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.gaussians.base import Marginals, gaussian_factors, selected
 from numpyro_gpaug.gp.conditional import Conditional
@@ -207,8 +208,14 @@ class Answers:
 
         return trace
 
-    def log_prob(self, view: Any, fit: Fit, site: str) -> Array:
-        """Return the density of observations."""
+    def log_prob(
+        self, view: Any, fit: Fit, site: str, *, of_nodes: bool = False
+    ) -> Array:
+        """Return the density of observations.
+
+        :param of_nodes: whether mixtures may return NaN where their nodes step over
+            the peak of a likelihood.
+        """
         fn, message, observed = (
             self.y(view, fit, site, given=True), view.message(site),
             self.observed(site),
@@ -222,8 +229,10 @@ class Answers:
         if observed.factor:
             return fn.log_prob(value)
         # Wrong labels would have a density of zero, or that of other labels.
+        known = of_nodes and isinstance(fn, PredictorMixture)
+        found = fn.log_prob_of_nodes(value) if known else fn.log_prob(value)
         inside = base_distribution(message["fn"]).support(value)
-        density = jnp.where(inside, fn.log_prob(value), jnp.nan)
+        density = jnp.where(inside, found, jnp.nan)
         return through_wrappers(message["fn"], lambda _: density)
 
     def _predictive(

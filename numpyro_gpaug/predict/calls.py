@@ -190,6 +190,7 @@ class Calls:
         called: tuple[Arguments, tuple[bool, ...]],
         site: str,
         batch_size: int,
+        **how: Any,
     ) -> Any:
         """Predict blocks of rows, the last one padded, and join them.
 
@@ -197,6 +198,7 @@ class Calls:
         :param called: arguments, and the arrays that have one row per observation.
         :param site: the site to predict.
         :param batch_size: rows of a block.
+        :param how: options of this kind of prediction.
         """
         check_count("batch_size", batch_size)
         arguments, by_row = called
@@ -220,12 +222,12 @@ class Calls:
         # Rows that depend on one another are no block of others.
         if at_once or (rows <= MAX_DENSE and not proved):
             predicted = self._padded if joint else self._at_once
-            return self._explained(predicted(what, arguments, site), arguments)
-        found = self._in_blocks(what, called, site, rows, size)
+            return self._explained(predicted(what, arguments, site, **how), arguments)
+        found = self._in_blocks(what, called, site, rows, size, **how)
         if not proved:
             # In another number, on which the model may depend, too.
             chosen = np.linspace(0, rows - 1, size // 2 + 1).astype(int)
-            mixed = self._at_once(what, _taken(*called, chosen), site)
+            mixed = self._at_once(what, _taken(*called, chosen), site, **how)
             _check_mixed(found, mixed, chosen, size)
         return self._explained(found, arguments)
 
@@ -236,6 +238,7 @@ class Calls:
         site: str,
         rows: int,
         size: int,
+        **how: Any,
     ) -> Any:
         """Predict blocks of rows, and join them.
 
@@ -247,17 +250,19 @@ class Calls:
         # The structure of the answer (a distribution contains its batch shape) is
         # traced for the first number of rows, and derived from it for others.
         with self._naming(arguments):
-            known, like = self._predictor.fewer(*given[:2], blocks[0], *given[2:])
+            known, like = self._predictor.fewer(
+                *given[:2], blocks[0], *given[2:], **how
+            )
         found: list[Any] = []
         try:
-            found += [self._at_once(what, x, site) for x in blocks]
+            found += [self._at_once(what, x, site, **how) for x in blocks]
             if known != rows:
                 like = without_added(like, found[0], rows)
             return _joined(like, found)
         except (TypeError, ValueError):
             # An error has the shapes that the user passed.
             with self._naming(arguments):
-                whole = self._predictor.shapes_of(*given)
+                whole = self._predictor.shapes_of(*given, **how)
             if not found:
                 raise
             return _joined(whole, found)

@@ -214,7 +214,7 @@ def _aligned(weights: Array, values: Array) -> Array:
     return weights.reshape(*weights.shape, *[1] * (values.ndim - weights.ndim))
 
 
-def _density(answers: Array, log_weights: Array) -> Array:
+def _density(answers: Array, log_weights: Array, **how: Any) -> Array:
     return jax.nn.logsumexp(_aligned(log_weights, answers) + answers, 0)
 
 

@@ -563,8 +563,14 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         observed = self._predictor.observed(site)
         model, structure = self._predictor.model, self._predictor.structure
         called = self._calls.joined(args, kwargs)
-        found = self._calls.stream("log_prob", called, observed.name, batch_size)
-        if not is_traced(called[0]) and np.isnan(found).any():
+        given = "log_prob", called, observed.name, batch_size
+        if is_traced(called[0]):
+            return self._calls.stream(*given)
+        found = self._calls.stream(*given, of_nodes=True)
+        # The program for all densities takes much longer to compile.
+        if np.isnan(found).any():
+            found = self._calls.stream(*given)
+        if np.isnan(found).any():
             check_observations(whole_plates(model), structure, called[0])
         return found
 
