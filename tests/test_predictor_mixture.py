@@ -123,7 +123,7 @@ def test_peaks_are_sought_only_where_nodes_step_over_them(
     below = mixture.cdf(y)
     assert (mixture.icdf(below - 1e-3) == y).all()
     assert jnp.isfinite(mixture.log_prob(y)).all()
-    pairs = over_nodes(lambda z: dist.Normal(z[0], 2 * jnp.exp(0.3 * z[1])), 2)
+    pairs = over_nodes(lambda z: dist.Normal(z[0], 3 * jnp.exp(0.2 * z[1])), 2)
     assert jnp.isfinite(pairs.log_prob(jnp.zeros(3))).all()
     with pytest.raises(AssertionError):
         mixture.log_prob(y + 30)
