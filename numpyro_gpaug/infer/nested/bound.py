@@ -131,19 +131,16 @@ class CollapsedBound:
             return found
         return replace(found, maps={k: m.certain() for k, m in found.maps.items()})
 
-    def first(
-        self, problem: LatentGaussian, start: Start | None = None
-    ) -> dict[str, Any]:
-        """Return the initial natural parameters, by block.
+    def first(self, problem: LatentGaussian) -> dict[str, Any]:
+        """Return the initial natural parameters of a search from no factors, by block.
 
         :param problem: from :meth:`problem`.
-        :param start: factors to start from, if any.
         """
-        factors = self._start(problem, start)
+        factors = self._start(problem, None)
         return {JOINT: _given(factors, problem.maps[JOINT], problem.priors[JOINT])}
 
     def _start(self, problem: LatentGaussian, start: Start | None) -> Any:
-        """Return the factors of :meth:`first`."""
+        """Return the factors from which a search starts."""
         map_: Any = problem.maps[JOINT]
         if problem.solves and not isinstance(map_, PairedMap):
             first: Any = by_rows(problem, JOINT)

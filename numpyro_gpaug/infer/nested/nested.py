@@ -320,8 +320,8 @@ class NestedVI(RunsModel, Displayed):
                 f"{certificate(run)}. (correct='mcmc' runs NUTS from them)",
                 stacklevel=3,
             )
-        if hyper.size and run.weighted.log_evidence is not None:
-            loss = -float(run.weighted.log_evidence)
+        if hyper.size:
+            loss = -run.weighted.log_evidence
             warn_of_units(loss, self._bounds.model, programs.structure, args, kwargs)
         self._run, self._samples, self._labels = run, None, labels
 

@@ -128,11 +128,7 @@ class Proposal(NamedTuple):
         :param rng: random numbers.
         """
         own, counts = self.counts(num)
-        parts = [
-            component.draws(n, rng)
-            for component, n in zip(self.components, counts, strict=True)
-            if n
-        ]
+        parts = [component.draws(n, rng) for component, n in self._used(counts)]
         return np.concatenate([prior[:own], *parts])
 
     def log_density(

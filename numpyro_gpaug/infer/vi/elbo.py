@@ -142,9 +142,9 @@ class TraceAnalytic_ELBO(_ProcessELBO):
             if ours is not None:
                 moments = ours.moments(ours.split_params(params)[1])
                 function_posterior = ours.function_posterior
-                trace = _drawn(ours.draw_others, guide_key, params, args, kwargs)
+                trace = drawn(ours.draw_others, guide_key, params, args, kwargs)
             else:
-                trace = _drawn(guide, guide_key, params, args, kwargs)
+                trace = drawn(guide, guide_key, params, args, kwargs)
                 moments = {b.name: _block_moments(trace, b) for b in structure.blocks}
             view = _view_at(structure, model, arguments, params, trace, model_key, seen)
             fit = Fit(view.values, moments, function_posterior.factors(view))
@@ -169,11 +169,11 @@ def _block_moments(guide_trace: Trace, block: Block) -> Moments:
     return with_latent_axis(moments_of(site["fn"]))
 
 
-def _drawn(guide: Model, key: Array, params: Values, args: Any, kwargs: Any) -> Trace:
+def drawn(guide: Model, key: Array, params: Values, args: Any, kwargs: Any) -> Trace:
     """Draw once from a guide (or from a part of it) at its params."""
     with handlers.seed(rng_seed=key):
-        drawn = handlers.trace(handlers.substitute(guide, data=params))
-        return drawn.get_trace(*args, **kwargs)
+        substituted = handlers.substitute(guide, data=params)
+        return handlers.trace(substituted).get_trace(*args, **kwargs)
 
 
 def _view_at(
@@ -328,7 +328,7 @@ class TraceWasserstein_ELBO(_ProcessELBO):
 
         def particle(key: Array) -> Array:
             guide_key, model_key, points_key = random.split(key, 3)
-            trace = _drawn(guide.draw_others, guide_key, params, args, kwargs)
+            trace = drawn(guide.draw_others, guide_key, params, args, kwargs)
             view = _view_at(structure, model, arguments, params, trace, model_key)
             fit = Fit({**params, **view.values}, moments)
             at = guide.function_posterior.marginals(view, fit)

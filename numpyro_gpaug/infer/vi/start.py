@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 from jax import Array, random
-from numpyro import handlers
 
 from numpyro_gpaug.guides import ConjugateGuide
 from numpyro_gpaug.infer.vi import quasi_newton
 from numpyro_gpaug.infer.vi.differentiation import floats_of
+from numpyro_gpaug.infer.vi.elbo import drawn
 from numpyro_gpaug.infer.vi.epochs import epoch_length, first_epochs
 from numpyro_gpaug.infer.vi.latent_gaussian import Natural
 from numpyro_gpaug.infer.vi.plan import (
@@ -68,13 +68,11 @@ def initial_state(
     passed: tuple[str, ...] = ()
     if batch is not None:
         model, structure, passed = seen_in_batches(model, structure, batch)
-    args, kwargs = arguments.merge()
     # Steps use the numbers from one on.
     guide_key, model_key = random.split(random.fold_in(key, 0))
-    others = handlers.seed(guide.draw_others, guide_key)
-    guide_trace = handlers.trace(others).get_trace(*args, **kwargs)
-    drawn = {n: guide_trace[n]["value"] for n in structure.others}
-    at = structure, arguments, {**drawn, **given}, model_key
+    guide_trace = drawn(guide.draw_others, guide_key, {}, *arguments.merge())
+    others = {n: guide_trace[n]["value"] for n in structure.others}
+    at = structure, arguments, {**others, **given}, model_key
     trace = at_prior(model, *at)
     if batch is None and guide.model is not model:
         _check_same(trace, at_prior(guide.model, *at), type(guide).__name__)
@@ -83,7 +81,7 @@ def initial_state(
         for site in (*guide_trace.values(), *trace.values())
         if site["type"] == "param"
     }
-    view = guide.view(structure, model, arguments, {**params, **drawn}, model_key)
+    view = guide.view(structure, model, arguments, {**params, **others}, model_key)
     # A batch is checked without padding.
     seen = guide.seen(view) if batch is None else None
     natural = latents_on_devices(guide.start_at(given, trace, view))

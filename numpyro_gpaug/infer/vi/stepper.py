@@ -10,11 +10,10 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from jax import Array, lax, random
-from numpyro import handlers
 
 from numpyro_gpaug.infer.vi import quasi_newton
 from numpyro_gpaug.infer.vi.differentiation import floats_of, vjp, with_zeros
-from numpyro_gpaug.infer.vi.elbo import other_terms
+from numpyro_gpaug.infer.vi.elbo import drawn, other_terms
 from numpyro_gpaug.infer.vi.epochs import epoch_length, next_batch
 from numpyro_gpaug.infer.vi.latent_gaussian import Evaluation, LatentGaussian, Natural
 from numpyro_gpaug.infer.vi.means import solved
@@ -310,20 +309,17 @@ class Stepper:
         """Run the model once, with the latents of the other guide drawn with
         ``key``."""
         params = constrained(self.plan.guide, values)
-        args, kwargs = self._arguments.merge()
-        seeded = handlers.seed(self.plan.guide.draw_others, key)
-        drawn = handlers.substitute(seeded, data={**params, **indices})
-        trace = handlers.trace(drawn).get_trace(*args, **kwargs)
+        plan, given = self.plan, {**params, **indices}
+        trace = drawn(plan.guide.draw_others, key, given, *self._arguments.merge())
         others = {n: trace[n]["value"] for n in self._structure.others}
         filled = {**params, **others, **indices}
-        plan = self.plan
         view: Any = plan.guide.view(
             self._structure, plan.model, self._arguments, filled, key
         )
-        augmented = self.plan.settings.updates == "augmented"
+        augmented = plan.settings.updates == "augmented"
         return LatentGaussian.seen(
             view, "augmented" if augmented else "exact", other_terms(view, trace),
-            learns=self.plan.learns,
+            learns=plan.learns,
         )  # fmt: skip
 
     def problem_and_pullback(
