@@ -2,6 +2,7 @@
 """Whole groups of observations, left out in closed form, against fits without them."""
 
 from functools import cache
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import pytest
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.errors import NotConjugateError
+from numpyro_gpaug.infer.nested.collapse import of_points
 from tests.conftest import slow
 from tests.problems import unfitted
 
@@ -165,3 +167,12 @@ def test_models_are_compared_by_groups_left_out() -> None:
         gpaug.diagnostics.compare({"a": better, "b": better[:5]})
     with pytest.raises(ValueError, match="'b' are not all finite"):
         gpaug.diagnostics.compare({"a": better, "b": better * np.inf})
+
+
+def test_many_data_are_left_out_with_fewer_points() -> None:
+    asked: list[int] = []
+    for rows in (100, 10**4, 10**6):
+        found = of_points(lambda n: SimpleNamespace(num=n, finer=None), None, 9, rows)
+        asked.append(found.finer().num if found.finer else found.num)
+    assert asked[0] == 512
+    assert asked[2] == 64 < asked[1] < 512

@@ -38,8 +38,9 @@ from numpyro_gpaug.predict.predictor import predictor_for
 
 SITE = "collapsed_bound"
 # Points of a mixture by default; at most, once observations are left out; and the
-# largest number of entries of all covariances of these.
-_POINTS, _MOST_POINTS, _NUMBERS = 64, 512, 2**24
+# largest numbers of entries of all covariances and of predictions of rows at these (a
+# prediction has up to 32 nodes, or 225 for two predictors).
+_POINTS, _MOST_POINTS, _NUMBERS, _ROWS = 64, 512, 2**24, 2**21
 
 
 def collapse(model: Model) -> CollapsedModel:
@@ -176,7 +177,7 @@ class CollapsedModel(RunsModel):
         :param args: the model's arguments of the fit, observations included.
         :param num_points: number of draws in the mixtures, evenly spaced. Memory and
             time of a prediction grow with it. By default 64, and up to 512 for few
-            latents once observations are left out.
+            latents and data once observations are left out.
         :param kwargs: the model's keyword arguments.
         :return: predictions, with the arguments and methods of
             :meth:`ConjugateSVI.posterior <numpyro_gpaug.ConjugateSVI.posterior>`'s.
@@ -191,7 +192,8 @@ class CollapsedModel(RunsModel):
                 values, moments = draws.gaussians(num)
                 return mixture(programs, arguments, values, moments, labels=labels)
 
-            return of_points(at, num_points, programs.structure.size)
+            size = programs.structure.size
+            return of_points(at, num_points, size, arguments.num_rows)
 
     def sample_latents(
         self, key: Array, samples: Values, *args: Any, **kwargs: Any
@@ -259,7 +261,7 @@ def mixture(
 
 
 def of_points(
-    at: Callable[[int], Posterior], num_points: int | None, size: int
+    at: Callable[[int], Posterior], num_points: int | None, size: int, rows: int
 ) -> Posterior:
     """Return a mixture of some points, by default with one of more points, computed
     once observations are left out: without them the posterior of hyperparameters may be
@@ -268,12 +270,14 @@ def of_points(
     :param at: returns a mixture of at most so many points.
     :param num_points: this number.
     :param size: the number of latents.
+    :param rows: the number of data.
     """
     if num_points is not None:
         check_count("num_points", num_points)
         return at(num_points)
     found = at(_POINTS)
-    if (many := min(_NUMBERS // size**2, _MOST_POINTS)) > _POINTS:
+    many = min(_NUMBERS // size**2, _ROWS // max(rows, 1), _MOST_POINTS)
+    if many > _POINTS:
         found.finer = cache(partial(at, many))
     return found
 

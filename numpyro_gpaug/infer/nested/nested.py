@@ -417,8 +417,8 @@ class NestedVI(RunsModel, Displayed):
             more. Errors of means are at most the posterior standard deviation due to
             :math:`\theta`, divided by the root of this number. Memory and time of a
             prediction grow with it (the covariance of the latents is stored for each).
-            By default 64, and up to 512 for few latents once observations are left out,
-            which needs the tails; a saved posterior keeps the 64.
+            By default 64, and up to 512 for few latents and data once observations are
+            left out, which needs the tails; a saved posterior keeps the 64.
         :return: predictions, with the arguments and methods of
             :meth:`ConjugateSVI.posterior <numpyro_gpaug.ConjugateSVI.posterior>`'s.
         :raises RuntimeError: before a run.
@@ -435,7 +435,8 @@ class NestedVI(RunsModel, Displayed):
                 given = run.programs, arguments, values, moments, log_weights
                 return mixture(*given, labels)
 
-        return of_points(at, num_points, run.programs.structure.size)
+        size = run.programs.structure.size
+        return of_points(at, num_points, size, arguments.num_rows)
 
     def print_summary(self) -> None:
         """Print a table of all latents except whitened inducing values
