@@ -18,6 +18,7 @@ from numpyro_gpaug._numpyro import Ordered
 from numpyro_gpaug.distributions._grid import Grid, stepped_over
 from numpyro_gpaug.distributions.mixtures import bounds, quantile
 from numpyro_gpaug.math.compiling import jit_for_few_runs
+from numpyro_gpaug.math.expectation import AT_ONCE
 
 # Nodes without a finite moment or density are left out if their weights add up to less.
 NEGLIGIBLE = 1e-3
@@ -153,7 +154,14 @@ class PredictorMixture(Distribution):
 
     def _each(self, function: Callable[[Any], Array]) -> Array:
         """Apply a function to every component, nodes first."""
-        return jax.vmap(lambda moving: function(self._with(moving)))(self._moving)
+        num, size = len(self.weights), math.prod(self.batch_shape + self.event_shape)
+        # Iterations of an incomplete beta function keep dozens of arrays of all entries.
+        most = max(AT_ONCE // max(size, 1), 1)
+        # Not a remainder, which would be compiled, too.
+        together = next(k for k in range(min(most, num), 0, -1) if num % k == 0)
+        return lax.map(
+            lambda x: function(self._with(x)), self._moving, batch_size=together
+        )
 
     def _weighed(self, wrong: Array, event_dim: int = 0) -> Array:
         """Return the weights of the nodes, aligned with ``wrong``. Wrong nodes have no
