@@ -187,13 +187,15 @@ def test_hyperparameters_are_averaged_over() -> None:
 
 
 def test_a_table_is_averaged_over_both_plates() -> None:
-    d = dist.Normal(jnp.arange(6.0).reshape(2, 3), 1.0)
-    average = jax.jit(lambda d, rows: over_rows(d, None, rows))
-    assert average(d, {}).tolist() == [2.5]
-    rows = {"group": jnp.array([[0, 1, 1]] * 2), "total": jnp.zeros(2)}
-    assert average(d, rows).tolist() == [1.5, 3.0]
-    both = dist.MultivariateNormal(jnp.arange(6.0).reshape(3, 2), jnp.eye(2))
-    assert average(both, {}).tolist() == [[2.0, 3.0]]
+    @jax.jit
+    def averages(rows):
+        d = dist.Normal(jnp.arange(6.0).reshape(2, 3), 1.0)
+        both = dist.MultivariateNormal(jnp.arange(6.0).reshape(3, 2), jnp.eye(2))
+        given = (d, {}), (d, rows), (both, {})
+        return [over_rows(d, None, rows) for d, rows in given]
+
+    found = averages({"group": np.array([[0, 1, 1]] * 2), "total": np.zeros(2)})
+    assert [x.tolist() for x in found] == [[2.5], [1.5, 3.0], [[2.0, 3.0]]]
 
 
 def test_questions_that_do_not_fit() -> None:

@@ -309,5 +309,5 @@ def test_the_derivative_of_a_largest_number_survives_compilation():
     largest = derivative(lambda slope: found.density(fixed, [slope])[0])
     slopes = jnp.linspace(-7, 7, 32)[:, None]
     optimised = jax.jit(largest, compiler_options={"xla_backend_optimization_level": 2})
-    expected = derivative(chosen)(slopes)
+    expected = jax.jit(derivative(chosen))(slopes)
     np.testing.assert_allclose(optimised(slopes), expected, rtol=1e-4)

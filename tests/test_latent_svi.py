@@ -118,7 +118,7 @@ def test_natural_parameters_are_refused_by_name() -> None:
 
     svi = SVI(model, gpaug.AutoLatentGaussian(model), optax.adam(0.1), Trace_ELBO())
     with pytest.raises(ValueError, match=r'AutoLatentGaussian.*covariance="dense"'):
-        svi.init(jax.random.key(0), X, DATA["poisson"])
+        jax.eval_shape(lambda: svi.init(jax.random.key(0), X, DATA["poisson"]))
     with pytest.raises(ValueError, match="covariance must be one of"):
         gpaug.AutoLatentGaussian(model, "diagonal")
     dense = gpaug.AutoLatentGaussian(model, "dense")
