@@ -155,7 +155,7 @@ class PredictorMixture(Distribution):
     def _each(self, function: Callable[[Any], Array]) -> Array:
         """Apply a function to every component, nodes first."""
         num, size = len(self.weights), math.prod(self.batch_shape + self.event_shape)
-        # Iterations of an incomplete beta function keep dozens of arrays of all entries.
+        # Iterations of an incomplete beta function keep dozens of arrays of entries.
         most = max(AT_ONCE // max(size, 1), 1)
         # Not a remainder, which would be compiled, too.
         together = next(k for k in range(min(most, num), 0, -1) if num % k == 0)
