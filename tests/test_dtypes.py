@@ -6,6 +6,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from numpyro.infer import MCMC
 
 import numpyro_gpaug as gpaug
 from tests.conftest import enable_x64, slow
@@ -109,3 +110,17 @@ def test_a_process_at_inputs_of_float32_in_a_float64_model(x64):
     svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
     fits = [svi.run(KEY, 9, x, Y, inducing=x, **QUIET) for x in (X.astype("f4"), X)]
     np.testing.assert_allclose(fits[0].losses[-1], fits[1].losses[-1], rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [gpaug.EllipticalSlice, gpaug.AugmentedGaussian])
+def test_samplers_of_a_process_at_inputs_of_float32_in_a_float64_model(x64, kind):
+    def model(X, y, inducing):
+        f = gpaug.GaussianProcess("f", gpaug.kernels.Matern52(1.0), inducing)(X)
+        numpyro.sample("y", dist.Bernoulli(logits=f), obs=y)
+
+    found = []
+    for x in (X.astype("f4"), X):
+        mcmc = MCMC(kind(model), num_warmup=5, num_samples=5, progress_bar=False)
+        mcmc.run(KEY, x, Y, x[:4])
+        found.append(mcmc.get_samples()["f"])
+    np.testing.assert_allclose(*found, rtol=1e-3, atol=1e-3)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Self, cast
 
 import jax
@@ -373,7 +373,10 @@ class JointView(View):
         for name, f in self.conditionals.items():
             made = program.outputs.values[name].state
             if made.keys() <= {name, f"{name}.v"}:
-                found[name] = f.affine_map.certain(), f.outputs
+                # Inputs of float32 make maps of float32, also in a float64 model.
+                to_dtype = partial(jnp.asarray, dtype=self.structure.dtype)
+                map_ = jax.tree.map(to_dtype, f.affine_map.certain())
+                found[name] = map_, f.outputs
         return found
 
     @property

@@ -77,7 +77,8 @@ class Part(NamedTuple):
         """Return the latents of numbers by site."""
         if self.process is not None:
             (site,) = self.structure.sites
-            return numbers[site.name].reshape(-1, site.shape[-1])
+            own = numbers[site.name].reshape(-1, site.shape[-1])
+            return own.astype(self.structure.dtype)
         white = self.structure.joined(numbers).astype(self.structure.dtype)
         return self.structure.linked(white, geometry.links)[None]
 
