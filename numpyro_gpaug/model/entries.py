@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
+from itertools import permutations
 from math import prod
 from typing import Any, NamedTuple
 
@@ -98,6 +99,20 @@ class Entries:
             return True
         self.pairs.append(places)
         return not _any(places[0] == MIXED)
+
+    def meet(self, parameters: Sequence[int | Literal], batch: int) -> None:
+        """Add the pairs of entries that two parameters of a datum depend on, as its
+        location and its scale do.
+
+        :param parameters: variables, the parameters of a distribution.
+        :param batch: the number of its batch dimensions.
+        """
+        known = [places for x in parameters if (places := self.places(x)) is not None]
+        for (first, _), (_, second) in permutations(known, 2):
+            one = first.reshape(*first.shape[:batch], -1, 1)
+            other = second.reshape(*second.shape[:batch], 1, -1)
+            both = _namespace(one, other).broadcast_arrays(one, other)
+            self.pairs.append(tuple(both))
 
     def _term(self, variable: int | Literal) -> Term:
         if isinstance(variable, Literal):

@@ -145,7 +145,11 @@ class Separation(NamedTuple):
 
 
 def separation(
-    program: Program, outputs: list[int | Literal], *, traced: bool = False
+    program: Program,
+    outputs: list[int | Literal],
+    *,
+    traced: bool = False,
+    batch: int | None = None,
 ) -> Separation:
     """Return whether, and how, a sum of densities is a sum over data of functions of
     one or two affine predictors of each datum.
@@ -154,25 +158,29 @@ def separation(
     :param outputs: variables, arrays of log-densities.
     :param traced: whether a term that depends on traced indices is assumed to be a sum
         over data, as was proved when these were known.
+    :param batch: the number of batch dimensions, if the outputs are the parameters of a
+        distribution.
     """
     found = frontier(program, outputs)
-    whole = _separated(program, found, traced)
+    whole = _separated(program, found, traced, batch)
     if whole.reason is None or len(found.roots) > 1:
         return whole
     shape = program.avals[found.roots[0]].shape
     for axis in [a for a, size in enumerate(shape) if size == 2][::-1]:
-        cut = _separated(program, frontier(program, outputs, axis), traced)
+        cut = _separated(program, frontier(program, outputs, axis), traced, batch)
         if cut.reason is None:
             return cut
     return whole
 
 
-def _separated(program: Program, found: Frontier, traced: bool) -> Separation:
+def _separated(
+    program: Program, found: Frontier, traced: bool, batch: int | None
+) -> Separation:
     if len(found.roots) > 2:
         return Separation(f"it depends on {len(found.roots)} predictors")
     if any(program.avals[root].dtype.kind == "c" for root in found.roots):
         return Separation("it depends on complex predictors")
-    entries, apart = _carried(program, found)
+    entries, apart = _carried(program, found, batch)
     if not apart:
         return Separation(f"{entries.mixing} mixes data that depend on latents")
     if entries.unchecked and not traced:
@@ -190,15 +198,16 @@ def _separated(program: Program, found: Frontier, traced: bool) -> Separation:
     return Separation(None, found.columns, indexed)
 
 
-def index_of(program: Program, found: Frontier) -> Any:
+def index_of(program: Program, found: Frontier, batch: int | None = None) -> Any:
     """Return the entry of the first of two roots that is paired with each entry of the
     second.
 
     :param program: the program of a model's densities.
     :param found: the frontier of a sum that :func:`separation` found to be indexed.
+    :param batch: as in :func:`separation`.
     :return: places (size of the second,).
     """
-    entries, _ = _carried(program, found)
+    entries, _ = _carried(program, found, batch)
     second = program.avals[found.roots[1]].size
     return jnp.asarray(partners(entries.pairs, second)[0])
 
@@ -221,11 +230,15 @@ def single_inputs(program: Program, process: str, variables: Sequence[int]) -> b
     )
 
 
-def _carried(program: Program, found: Frontier) -> tuple[Entries, bool]:
+def _carried(
+    program: Program, found: Frontier, batch: int | None
+) -> tuple[Entries, bool]:
     """Propagate the places of the roots' entries to the densities. Return them, and
     whether no density mixes several entries."""
     entries = Entries(program, {k: _starts(program, found, k) for k in found.alike})
     entries.run(found.rest)
+    if batch is not None and len(found.roots) == 2:
+        entries.meet(found.outputs, batch)
     return entries, all([entries.close(x) for x in found.outputs])
 
 

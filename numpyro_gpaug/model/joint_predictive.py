@@ -476,7 +476,8 @@ class JointPredictiveView(JointView):
         variables = [leaf.variable for leaf in leaves]
         varies = tuple(program.depends(v) for v in variables)
         moving = [v for v, moves in zip(variables, varies, strict=True) if moves]
-        apart = separation(program, moving, traced=True)
+        batch = len(fn.batch_shape)
+        apart = separation(program, moving, traced=True, batch=batch)
         if apart.reason is not None:
             raise NotConjugateError(
                 f"the parameters of {site.name!r} do not depend on one or two "
@@ -486,7 +487,7 @@ class JointPredictiveView(JointView):
         columns = site.columns if apart.columns is None else apart.columns
         found = frontier(program, moving, columns)
         roots = list(found.roots)
-        index = index_of(program, found) if apart.indexed else None
+        index = index_of(program, found, batch) if apart.indexed else None
         at = self._marginals(roots, q, index)
         split = Split(program, found)
         numbers = program.run(list(found.fixed), {})
