@@ -113,13 +113,14 @@ class SparseFactor:
     def selected_inverse(self) -> Array:
         """Return the entries of ``Q^-1`` at the places of the pattern, (nnz,)."""
         found: list[Array] = []
-        above = jnp.zeros((1, 0, 0), self.log_det.dtype)
+        whole = jnp.zeros((1, 0, 0), self.log_det.dtype)
         for front, group in zip(self.fronts, self._groups, strict=True):
-            border = _border(group, found[-1], above) if found else above
+            border = _border(group, whole) if found else whole
             across = border @ front.gain
             own = front.inverse.mT @ front.inverse + front.gain.mT @ across
             found.append(jnp.concatenate([own, across], 1))
-            above = border
+            beside = jnp.concatenate([across.mT, border], 1)
+            whole = jnp.concatenate([found[-1], beside], 2)
         flat = jnp.concatenate([x.reshape(-1) for x in found])
         return _at(flat, self.pattern.elimination.places)
 
@@ -345,11 +346,15 @@ def _at(values: Array, places: Any) -> Array:
 def _passed_matrix(group: Group, above: Group, update: Array) -> Array:
     """Return the sums of the updates of children, (m, R, R). Padding of a border is
     zero, whatever it is added to."""
-    r = above.width
-    up, row = jnp.asarray(np.maximum(group.up, 0)), jnp.asarray(_rows_above(group, r))
-    found = jnp.zeros(len(above.pivots) * r * r, update.dtype)
-    places = row[:, :, None] * r + up[:, None]
-    found = found.at[places].add(update, mode="promise_in_bounds")
+    r, (m, b) = above.width, group.up.shape
+    # Columns first, such that whole rows are added.
+    source = np.full((m, 1, r), b)
+    front, row = np.nonzero(group.up >= 0)
+    source[front, 0, group.up[front, row]] = row
+    wide = jnp.pad(update, ((0, 0), (0, 0), (0, 1)))
+    wide = jnp.take_along_axis(wide, source, 2, mode="promise_in_bounds")
+    found = jnp.zeros((len(above.pivots) * r, r), update.dtype)
+    found = found.at[_rows_above(group, r)].add(wide, mode="promise_in_bounds")
     return found.reshape(-1, r, r)
 
 
@@ -366,22 +371,18 @@ def _rows_above(group: Group, r: int) -> np.ndarray:
     return group.parent[:, None] * r + np.maximum(group.up, 0)
 
 
-def _border(group: Group, columns: Array, rest: Array) -> Array:
-    """Return the inverse at the borders of fronts, (m, B, B).
+def _border(group: Group, above: Array) -> Array:
+    """Return the inverse at the borders of fronts, (m, B, B). Padding is any number:
+    gains are zero there.
 
-    :param columns: the inverse at the pivots of the fronts above, (m', R, P).
-    :param rest: the inverse at their borders.
+    :param above: the inverse at the fronts above, (m', R, R).
     """
-    count, r, p = columns.shape
-    b = r - p
-    parent, up = jnp.asarray(group.parent)[:, None, None], jnp.asarray(group.up)
-    high = jnp.maximum(up[:, :, None], up[:, None, :])
-    low = jnp.minimum(up[:, :, None], up[:, None, :])
-    first = _at(columns.reshape(-1), (parent * r + high) * p + jnp.clip(low, 0, p - 1))
-    if b:
-        places = (parent * b + jnp.maximum(high - p, 0)) * b + jnp.maximum(low - p, 0)
-        first = jnp.where(low < p, first, _at(rest.reshape(-1), places))
-    return jnp.where(low >= 0, first, 0)
+    r, (m, b) = above.shape[-1], group.up.shape
+    rows = _at(above.reshape(-1, r), _rows_above(group, r))
+    # Whole rows are copied twice. The places of single entries would be as many numbers
+    # as the entries, which a loop would keep in memory.
+    columns = np.arange(m)[:, None] * r + np.maximum(group.up, 0)
+    return _at(rows.mT.reshape(-1, b), columns)
 
 
 @jax.custom_jvp
