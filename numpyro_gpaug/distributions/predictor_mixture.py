@@ -19,6 +19,7 @@ from numpyro_gpaug.distributions._grid import Grid, stepped_over
 from numpyro_gpaug.distributions.mixtures import bounds, quantile
 from numpyro_gpaug.math.compiling import jit_for_few_runs
 from numpyro_gpaug.math.expectation import AT_ONCE
+from numpyro_gpaug.math.incomplete import betainc, gammaincc
 
 # Nodes without a finite moment or density are left out if their weights add up to less.
 NEGLIGIBLE = 1e-3
@@ -420,9 +421,19 @@ def _cdf(d: Any, value: Array) -> Array:
     """Return the distribution function of a component."""
     # NumPyro lacks these.
     if isinstance(d, dist.ZeroInflatedProbs):
-        return jnp.where(value < 0, 0, d.gate + (1 - d.gate) * d.base_dist.cdf(value))
+        return jnp.where(value < 0, 0, d.gate + (1 - d.gate) * _cdf(d.base_dist, value))
     if isinstance(d, dist.GeometricProbs | dist.GeometricLogits):
         return 1 - (1 - d.probs) ** (jnp.floor(value) + 1)
+    # And these are wrong in float32 where shapes are large.
+    if isinstance(d, dist.Poisson):
+        return gammaincc(jnp.floor(value) + 1, d.rate)
+    if isinstance(d, dist.GammaPoisson):
+        shares = 1 / (1 + 1 / d.rate), 1 / (1 + d.rate)
+        return betainc(d.concentration, jnp.floor(value) + 1, *shares)
+    if isinstance(d, dist.Gamma):
+        return 1 - gammaincc(d.concentration, d.rate * value)
+    if isinstance(d, dist.Beta):
+        return betainc(d.concentration1, d.concentration0, value, 1 - value)
     return d.cdf(value)
 
 

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpyro.distributions as dist
 from jax import Array
 from jax.nn import log_sigmoid, sigmoid
-from jax.scipy.special import betainc
 
 from numpyro_gpaug.distributions.mixtures import CountMixture
+from numpyro_gpaug.math.incomplete import betainc
 
 from ._logistic import LogOdds, PolyaGammaOrZero, log_beta, sigmoid_moments
 from .contract import Conditionals, Parameters, register
@@ -66,7 +66,8 @@ class BinomialMixture(CountMixture):
 
     def at_most(self, other: Array, y: Array, logits: Array) -> Array:
         downs = jnp.maximum(other - y, 1)
-        return jnp.where(y < other, betainc(downs, y + 1, sigmoid(-logits)), 1)
+        below = betainc(downs, y + 1, sigmoid(-logits), sigmoid(logits))
+        return jnp.where(y < other, below, 1)
 
 
 def _predictive(d, means: Parameters, variances: Parameters) -> dist.Distribution:

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpyro.distributions as dist
 from jax import Array
 from jax.nn import log_sigmoid, sigmoid
-from jax.scipy.special import betainc
 
 from numpyro_gpaug.distributions.mixtures import CountMixture
 from numpyro_gpaug.distributions.polya_gamma import PolyaGamma
+from numpyro_gpaug.math.incomplete import betainc
 
 from ._logistic import LogOdds, log_beta
 from .contract import Conditionals, Parameters, register
@@ -58,7 +58,7 @@ class NegativeBinomialMixture(CountMixture):
         return y * log_sigmoid(logits) + other * log_sigmoid(-logits)
 
     def at_most(self, other: Array, y: Array, logits: Array) -> Array:
-        return betainc(other, y + 1, sigmoid(-logits))
+        return betainc(other, y + 1, sigmoid(-logits), sigmoid(logits))
 
 
 def _predictive(d, means: Parameters, variances: Parameters) -> dist.Distribution:

@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpyro.distributions as dist
 from jax import Array
-from jax.scipy.special import gammaincc, gammaln
+from jax.scipy.special import gammaln
 
 from numpyro_gpaug.distributions.logistic_poisson import LogisticPoisson as Likelihood
 from numpyro_gpaug.distributions.mixtures import CountMixture
+from numpyro_gpaug.math.incomplete import gammaincc
 from numpyro_gpaug.math.logistic import expected_log_sigmoid, expected_sigmoid
 
 from ._logistic import PolyaGammaOrZero, log_tilt, sigmoid_moments
