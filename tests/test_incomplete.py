@@ -60,3 +60,6 @@ def test_probabilities_of_large_counts_and_shapes() -> None:
         )  # fmt: skip
         y = np.float32(known.ppf([0.01, 0.5, 0.9]))
         np.testing.assert_allclose(mixture.cdf(y), known.cdf(y), atol=3e-4)
+        if isinstance(component, dist.Poisson):
+            density = known.logpmf(y.astype(float))
+            np.testing.assert_allclose(mixture.log_prob(y), density, atol=1e-3)

@@ -30,7 +30,7 @@ from numpyro_gpaug.diagnostics._run import (
 from numpyro_gpaug.guides import AutoLatentGaussian
 from numpyro_gpaug.guides.function_space import AutoFunctionSpaceGP
 from numpyro_gpaug.infer import NestedVI
-from numpyro_gpaug.likelihoods.counts import stable_log_prob
+from numpyro_gpaug.likelihoods.expectations import stable_log_prob
 from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.closures import watched
 from numpyro_gpaug.model.columns import Columns, Labels

@@ -16,6 +16,7 @@ from numpyro.distributions import Distribution, constraints
 
 from numpyro_gpaug._numpyro import Ordered
 from numpyro_gpaug.distributions._grid import Grid, stepped_over
+from numpyro_gpaug.distributions.count_densities import log_density
 from numpyro_gpaug.distributions.mixtures import bounds, quantile
 from numpyro_gpaug.math.compiling import jit_for_few_runs
 from numpyro_gpaug.math.expectation import AT_ONCE
@@ -261,7 +262,7 @@ class PredictorMixture(Distribution):
         return self._between_nodes(value, *self._by_nodes(value))
 
     def _by_nodes(self, value: Array) -> tuple[Array, Array]:
-        densities = self._each(lambda d: d.log_prob(value))
+        densities = self._each(lambda d: log_density(d, value))
         weights = self._weighed(jnp.isnan(densities) | (densities == jnp.inf))
         terms = jnp.where(weights > 0, jnp.log(weights) + densities, -jnp.inf)
         return jax.nn.logsumexp(terms, 0), densities
@@ -326,8 +327,7 @@ class PredictorMixture(Distribution):
 
         def refined(value: Array, densities: Array, weights: Array) -> Array:
             def density(moving: list[Array]) -> Array:
-                found: Array = self._with(moving).log_prob(value)
-                return found
+                return log_density(self._with(moving), value)
 
             def other(moving: list[Array]) -> Array:
                 assert function is not None

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.scipy.special import betaln, gammaln
 from numpyro.distributions import constraints
 
 from numpyro_gpaug.distributions.polya_gamma import PolyaGamma
@@ -79,18 +78,6 @@ def tilted_log_odds(mean: Array, variance: Array, ups: Array, downs: Array) -> A
     """Return the Polya-Gamma lower bound of :func:`expected_log_odds`, with the same
     parameters."""
     return _both_signs(log_tilt(jnp.abs(mean), variance), mean, ups, downs)
-
-
-def log_beta(a: Array, b: Array) -> Array:
-    """Return ``log B(a, b)``, to the accuracy of the dtype.
-
-    :param a: first argument, any shape, > 0.
-    :param b: second argument, of that shape, > 0.
-    """
-    # In float64, betaln is wrong by up to 1e-6; in float32, the log-gammas cancel.
-    if jnp.result_type(a, b) == jnp.float64:
-        return gammaln(a) + gammaln(b) - gammaln(a + b)
-    return betaln(a, b)
 
 
 class LogOdds(Augmentation):

@@ -14,10 +14,11 @@ import numpyro.distributions as dist
 from jax import Array
 from jax.nn import log_sigmoid, sigmoid
 
+from numpyro_gpaug.distributions.count_densities import near, remainder
 from numpyro_gpaug.distributions.mixtures import CountMixture
-from numpyro_gpaug.math.incomplete import betainc
+from numpyro_gpaug.math.incomplete import betainc, log_beta
 
-from ._logistic import LogOdds, PolyaGammaOrZero, log_beta, sigmoid_moments
+from ._logistic import LogOdds, PolyaGammaOrZero, sigmoid_moments
 from .contract import Conditionals, Parameters, register
 
 
@@ -55,14 +56,20 @@ class BinomialMixture(CountMixture):
     def turn(self, other: Array, y: Array) -> tuple[Array, Array, Array]:
         possible = y <= other
         y = jnp.minimum(y, other)
-        constant = _AUGMENTATION.log_coefficient(y, other - y)
+        constant = remainder(other) - remainder(y) - remainder(other - y)
         ups, downs = y + 0.5, other - y + 0.5
         width = jnp.sqrt(1 / ups + 1 / downs)
         return jnp.log(ups / downs), width, jnp.where(possible, constant, -jnp.inf)
 
     def exponent(self, other: Array, y: Array, logits: Array) -> Array:
         downs = jnp.maximum(other - y, 0)
-        return y * log_sigmoid(logits) + downs * log_sigmoid(-logits)
+        # Relative to the largest density, which is a small number for large counts.
+        log_total = jnp.log(jnp.maximum(other, 1))
+        ups, downs = (
+            near(k, other * sigmoid(f), log_total + log_sigmoid(f))
+            for k, f in ((y, logits), (downs, -logits))
+        )
+        return ups + downs
 
     def at_most(self, other: Array, y: Array, logits: Array) -> Array:
         downs = jnp.maximum(other - y, 1)

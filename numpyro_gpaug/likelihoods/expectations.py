@@ -17,6 +17,7 @@ import numpyro.distributions as dist
 from jax import Array
 from numpyro.distributions import Distribution
 
+from numpyro_gpaug.distributions.count_densities import DENSITIES, log_density
 from numpyro_gpaug.errors import UnknownLikelihoodError
 
 Parameters = dict[str, Array]
@@ -240,3 +241,14 @@ def through_wrappers(d: Distribution, value: Callable[[Any], Array]) -> Array:
         inner = through_wrappers(d.base_dist, value)
         return jnp.broadcast_to(inner, d.batch_shape)
     return value(d)
+
+
+def stable_log_prob(fn: Distribution, value: Any) -> Array:
+    """Return the log-density of observations, accurate for large counts.
+
+    :param fn: the likelihood.
+    :param value: the observations.
+    """
+    if type(base_distribution(fn)) not in DENSITIES:
+        return fn.log_prob(value)
+    return through_wrappers(fn, lambda d: log_density(d, value))

@@ -16,9 +16,9 @@ from jax.nn import log_sigmoid, sigmoid
 
 from numpyro_gpaug.distributions.mixtures import CountMixture
 from numpyro_gpaug.distributions.polya_gamma import PolyaGamma
-from numpyro_gpaug.math.incomplete import betainc
+from numpyro_gpaug.math.incomplete import betainc, log_beta
 
-from ._logistic import LogOdds, log_beta
+from ._logistic import LogOdds
 from .contract import Conditionals, Parameters, register
 
 

@@ -29,7 +29,7 @@ from numpyro_gpaug.infer.nested.bound import (
 )
 from numpyro_gpaug.infer.nested.group_draws import GroupDraws, weigh_groups
 from numpyro_gpaug.infer.nested.hyperparameters import Hyperparameters, compiled
-from numpyro_gpaug.likelihoods.counts import stable_log_prob
+from numpyro_gpaug.likelihoods.expectations import stable_log_prob
 from numpyro_gpaug.math.arrays import in_blocks
 from numpyro_gpaug.math.compiling import SMALL, jit
 from numpyro_gpaug.math.importance import compensated_sum

@@ -21,34 +21,31 @@ from jax.scipy.special import gammaln, xlogy
 from numpyro.distributions import (
     BinomialLogits,
     BinomialProbs,
-    Distribution,
     MultinomialLogits,
     MultinomialProbs,
 )
 from numpyro.distributions.util import clamp_probs
 
-from numpyro_gpaug.likelihoods.expectations import base_distribution, through_wrappers
+from numpyro_gpaug.math.incomplete import log_beta
 
 # From this number on, the three terms of the remainder are exact to 1e-8.
 LARGE = 16.0
 
 
-def stable_log_prob(fn: Distribution, value: Any) -> Array:
+def log_density(d: Any, value: Any) -> Any:
     """Return the log-density of observations, accurate for large counts.
 
-    :param fn: the likelihood.
+    :param d: their distribution, without wrappers.
     :param value: the observations.
     """
-    base = base_distribution(fn)
-    if type(base) not in _DENSITIES:
-        return fn.log_prob(value)
-    y = jnp.asarray(value, jnp.result_type(float))
-    return through_wrappers(fn, lambda d: _DENSITIES[type(d)](d, y))
+    if type(d) not in DENSITIES:
+        return d.log_prob(value)
+    return DENSITIES[type(d)](d, jnp.asarray(value, jnp.result_type(float)))
 
 
 def _poisson(d: Any, y: Array) -> Array:
     rate = jnp.asarray(d.rate, y.dtype)
-    return _near(y, rate, _log(rate)) - _remainder(y)
+    return near(y, rate, _log(rate)) - remainder(y)
 
 
 def _binomial(d: Any, y: Array) -> Array:
@@ -61,6 +58,12 @@ def _binomial(d: Any, y: Array) -> Array:
         shares, logs = (probs, 1 - probs), (jnp.log(probs), jnp.log1p(-probs))
     total = jnp.asarray(d.total_count, y.dtype)
     return _shared(total, (y, total - y), shares, logs)
+
+
+def _negative_binomial(d: Any, y: Array) -> Array:
+    total = jnp.asarray(d.total_count, y.dtype)
+    each = y * jax.nn.log_sigmoid(d.logits) + total * jax.nn.log_sigmoid(-d.logits)
+    return each - log_beta(total, y + 1) - jnp.log(total + y)
 
 
 def _multinomial(d: Any, y: Array) -> Array:
@@ -76,10 +79,10 @@ def _multinomial(d: Any, y: Array) -> Array:
 def _shared(total: Array, counts: Any, shares: Any, logs: Any) -> Array:
     """Return the log-density of counts with a given total, by category."""
     parts = [
-        _near(k, total * share, jnp.log(jnp.maximum(total, 1)) + log) - _remainder(k)
+        near(k, total * share, jnp.log(jnp.maximum(total, 1)) + log) - remainder(k)
         for k, share, log in zip(counts, shares, logs, strict=True)
     ]
-    return _remainder(total) + sum(parts[1:], parts[0])
+    return remainder(total) + sum(parts[1:], parts[0])
 
 
 def _log(x: Array) -> Array:
@@ -87,7 +90,7 @@ def _log(x: Array) -> Array:
     return jnp.where(x > 0, jnp.log(jnp.where(x > 0, x, 1)), -jnp.inf)
 
 
-def _near(count: Array, mean: Array, log_mean: Array) -> Array:
+def near(count: Array, mean: Array, log_mean: Array) -> Array:
     """Return ``count log(mean / count) - (mean - count)``, without cancellation where
     both are close."""
     known = jnp.maximum(count, 1)
@@ -98,7 +101,7 @@ def _near(count: Array, mean: Array, log_mean: Array) -> Array:
     return jnp.where(count > 0, known * (log - change), -mean)
 
 
-def _remainder(count: Array) -> Array:
+def remainder(count: Array) -> Array:
     """Return ``log(count!) - count log(count) + count``."""
     few = jnp.minimum(count, LARGE)
     many = jnp.maximum(count, LARGE)
@@ -110,10 +113,11 @@ def _remainder(count: Array) -> Array:
     )
 
 
-_DENSITIES = {
+DENSITIES = {
     dist.Poisson: _poisson,
     BinomialLogits: _binomial,
     BinomialProbs: _binomial,
     MultinomialLogits: _multinomial,
     MultinomialProbs: _multinomial,
+    dist.NegativeBinomialLogits: _negative_binomial,
 }
