@@ -115,6 +115,17 @@ def test_loops_are_longer_where_that_is_quicker(
         assert progress.next() == pace.length
 
 
+def test_the_first_loop_of_costly_steps_is_short(monkeypatch) -> None:
+    """Little data, but many operations: the bar of a fit of many classes once stood
+    still for minutes."""
+    svi, sizes = make(), []
+    monkeypatch.setattr(
+        "numpyro_gpaug.infer.vi.progress._SMALL", X.size + Y.size + Z.size
+    )
+    run(svi, 3, callback=lambda state, losses: sizes.append(len(losses)))
+    assert sizes[0] == 1
+
+
 @pytest.fixture
 def interruptible(monkeypatch) -> Iterator[None]:
     """Ctrl-C as in a terminal: what runs in the background may be set to ignore it.

@@ -375,6 +375,6 @@ class Programs:
         """Return the known speed of steps.
 
         :param plan: the plan of the fit.
-        :param size: number of entries of its data.
+        :param size: number of entries of its data, or of operations of a step.
         """
         return from_cache(self._paces, (plan, size), lambda: Pace(size))

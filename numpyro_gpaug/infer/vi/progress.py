@@ -27,7 +27,8 @@ from numpyro_gpaug.infer.vi.plan import CHUNK
 from numpyro_gpaug.infer.vi.state import ConjugateState
 from numpyro_gpaug.math.processes import minimum_over_processes
 
-# Up to this number of entries in the data, the first loop has its full length.
+# Up to this number of entries in the data, and of operations of a step, the first loop
+# has its full length.
 _SMALL = 10**6
 # The time of a loop in seconds, and of the longest loop where longer loops have faster
 # steps: results that all steps share, such as the projection of all data, are computed
@@ -46,7 +47,7 @@ _ended_in: FrameType | None = None
 class Pace:
     """The number of steps in the loops of a program.
 
-    :param size: number of entries of the data.
+    :param size: number of entries of the data, or of operations of a step.
     :ivar length: steps of the next loop.
     """
 
