@@ -101,7 +101,9 @@ def test_observations_that_were_forgotten_are_named(likelihood, forgets) -> None
 
 def test_what_is_not_pickled_says_what_to_do(fitted) -> None:
     svi, result = fitted
-    for unwritten, cure in ((svi, "create it again"), (svi.posterior(result), "save")):
+    nested = gpaug.NestedVI(svi.model)
+    cures = {svi: "create", nested: "create", svi.posterior(result): "save"}
+    for unwritten, cure in cures.items():
         with pytest.raises(TypeError, match=rf"which cannot be pickled: {cure}"):
             pickle.dumps(unwritten)
     again = pickle.loads(pickle.dumps(result))

@@ -301,7 +301,8 @@ def test_integrated_hyperparameters(dtype, monkeypatch):
     # NUTS, to which runs go that are not certified, finds the same.
     monkeypatch.setattr("numpyro_gpaug.infer.nested.fallback.WARMUP", 100)
     (programs,) = nested._programs.values()
-    chains = corrected(nested._run, programs, jax.random.key(1), 400)
+    key = jax.random.key(1)
+    chains = corrected(nested._run, programs, key, 400, progress_bar=False)
     assert ", 0 divergences" in chains.correction
     found = np.asarray(chains.samples(400)["f"]).mean(0)
     np.testing.assert_allclose(found, expected[1], atol=0.1)

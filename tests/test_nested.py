@@ -12,7 +12,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
-from numpyro.infer import SVI, Predictive, Trace_ELBO
+from numpyro.infer import MCMC, NUTS, SVI, Predictive, Trace_ELBO
 from numpyro.infer.autoguide import AutoLaplaceApproximation
 from numpyro.infer.util import log_density, potential_energy
 from scipy import special, stats
@@ -460,11 +460,11 @@ def test_fewer_draws_are_made_if_they_would_not_fit_into_memory(size, expected):
 @pytest.mark.filterwarnings("ignore:k-hat")
 def test_a_sparse_process_is_named(of_counts, capsys):
     """Draws of a process with few inducing inputs neglect its residual, and the report
-    says so."""
+    says so. A chain of states at all times was once called sparse."""
 
-    def model(x, y=None, *, inducing):
+    def model(x, y=None, *, inducing=None):
         kernel = gpaug.kernels.Matern52(numpyro.sample("s", dist.LogNormal(0, 0.5)), 1)
-        f = gpaug.GaussianProcess("f", kernel, inducing)(x)
+        f = gpaug.GaussianProcess("f", kernel, inducing, markov=inducing is None)(x)
         with numpyro.plate("data", len(x)):
             numpyro.sample("y", dist.Poisson(jnp.exp(f)), obs=y)
 
@@ -474,6 +474,8 @@ def test_a_sparse_process_is_named(of_counts, capsys):
     nested.print_summary()
     for text in (repr(nested), capsys.readouterr().out):
         assert "3 inducing values determine 9 values of f" in text
+    nested.run(jax.random.key(0), x, np.arange(9) % 3)
+    assert "inducing" not in repr(nested)
     assert "inducing" not in repr(of_counts)
     assert "get_samples() returns 1000" in " ".join(repr(of_counts).split())
 
@@ -491,6 +493,9 @@ def test_draws_go_to_arviz(of_counts):
         gpaug.diagnostics.to_datatree(jax.random.key(0), of_counts, None, None, GROUP)
     with pytest.raises(TypeError, match="pass a guide and its params"):
         gpaug.diagnostics.to_datatree(jax.random.key(0), poisson)
+    mcmc = MCMC(NUTS(poisson), num_warmup=1, num_samples=1)
+    with pytest.raises(TypeError, match="from_numpyro"):
+        gpaug.diagnostics.to_datatree(jax.random.key(0), mcmc)
     elpd = gpaug.diagnostics.loo(tree).elpd
     exact = stats.poisson(rate).pmf(COUNTS).mean(0)
     assert elpd < np.log(exact).sum() < elpd + 10
@@ -655,8 +660,9 @@ def test_uneven_weights_are_reported_and_corrected(monkeypatch, capsys, warmup, 
     with pytest.warns(UserWarning, match=r"k-hat .* NOT those of the exact posterior"):
         chains = nested(wide, y, **options)
     assert not chains.certified
-    chains.correct = "mcmc"
+    chains.correct, chains.progress_bar = "mcmc", True
     chains.run(jax.random.key(2), y)
+    assert "warmup:" in capsys.readouterr().err
     draws = chains.get_samples(group_by_chain=True)
     assert draws["a"].shape == (4, num, 20)
     chains.print_summary()

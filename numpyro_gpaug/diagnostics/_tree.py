@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax import Array, random
 from jax.typing import ArrayLike
+from numpyro.infer import MCMC
 
 from numpyro_gpaug.diagnostics._arviz import tree_of
 from numpyro_gpaug.diagnostics._run import (
@@ -227,7 +228,9 @@ def to_datatree(
 
     For a :class:`~numpyro_gpaug.NestedVI` after its run, ``to_datatree(key, nested)``
     returns its equally weighted draws. They are draws from the posterior, so there is
-    no ``log_q``, and :func:`loo` treats them like MCMC draws.
+    no ``log_q``, and :func:`loo` treats them like MCMC draws. ArviZ itself makes a tree
+    of a run of NumPyro's ``MCMC``, with any kernel: ``arviz_base.from_numpyro(mcmc,
+    log_likelihood=True)``.
 
     :param key: random key.
     :param model: the model; or a :class:`~numpyro_gpaug.NestedVI`, and nothing else.
@@ -245,8 +248,8 @@ def to_datatree(
         because only arviz 1.0 reads such trees; on 3.11 use ``arviz_plots``.
     :raises ValueError: for fewer than two draws.
     :raises TypeError: for an :class:`~numpyro_gpaug.AutoFunctionSpaceGP`, a model
-        without guide and params, a result in place of its params, and a nested run with
-        any of them.
+        without guide and params, a result in place of its params, a run of ``MCMC``,
+        and a nested run with any of them.
     :raises ImportError: if ``arviz_base`` does not import; it states what to install.
 
     **Example**
@@ -290,6 +293,11 @@ def to_datatree(
                 "nested)"
             )
         return tree_of_nested(key, model)
+    if isinstance(model, MCMC) or isinstance(guide, MCMC):
+        raise TypeError(
+            "a run of MCMC has a tree already: arviz_base.from_numpyro(mcmc, "
+            "log_likelihood=True)"
+        )
     if guide is None or params is None:
         raise TypeError("pass a guide and its params, or a NestedVI after its run")
     _check(guide, params, num_samples)

@@ -56,7 +56,9 @@ class Corrected(Run):
 
 
 @one_thread
-def corrected(run: Run, programs: Programs, key: Array, num_samples: int) -> Corrected:
+def corrected(
+    run: Run, programs: Programs, key: Array, num_samples: int, *, progress_bar: bool
+) -> Corrected:
     """Run NUTS on the model itself, in coordinates in which the Gaussian at the mode is
     standard normal. They stand for whitened latents: numbers along chains follow the
     hyperparameters, without which a smooth process has next to no density.
@@ -65,6 +67,7 @@ def corrected(run: Run, programs: Programs, key: Array, num_samples: int) -> Cor
     :param programs: programs of the model.
     :param key: random key.
     :param num_samples: the number of draws of all chains together.
+    :param progress_bar: whether to show one.
     """
     data, component = run.data, run.modes[0].component
     dtype = programs.hyper.dtype
@@ -98,7 +101,7 @@ def corrected(run: Run, programs: Programs, key: Array, num_samples: int) -> Cor
     kernel = NUTS(potential_fn=potential, target_accept_prob=0.9)
     mcmc = MCMC(
         kernel, num_warmup=WARMUP, num_samples=-(-num_samples // CHAINS),
-        num_chains=CHAINS, chain_method="vectorized", progress_bar=False,
+        num_chains=CHAINS, chain_method="vectorized", progress_bar=progress_bar,
     )  # fmt: skip
     mcmc.run(chain_key, init_params=start, extra_fields=("diverging",))
 

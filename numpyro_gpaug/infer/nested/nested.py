@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from copy import copy
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ import numpy as np
 from jax import Array
 from tqdm.auto import tqdm
 
-from numpyro_gpaug._display import Displayed, Rows, of_posterior
+from numpyro_gpaug._display import NotPickled, Rows, of_posterior
 from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.errors import CholeskyError
 from numpyro_gpaug.infer.nested.bound import CollapsedBound
@@ -55,7 +54,12 @@ FEWEST, GIGABYTE = 4, 2**28
 MORE_APART = 4
 
 
-class NestedVI(RunsModel, Displayed):
+class NestedVI(
+    RunsModel,
+    NotPickled,
+    instead="create it again from its model. posterior().save(path) saves a run for "
+    "predictions, and numpyro_gpaug.diagnostics.to_datatree its draws",
+):
     r"""Latent Gaussian models with their hyperparameters integrated: weighted draws
     from the exact posterior, with a certificate. The interface is that of
     :class:`numpyro.infer.MCMC`.
@@ -249,8 +253,8 @@ class NestedVI(RunsModel, Displayed):
         """
         responses = Responses.split(self.model, args, kwargs, over)
         # With the same programs, and a result of its own.
-        each = copy(self)
-        each.progress_bar = False
+        each = object.__new__(type(self))
+        vars(each).update(vars(self), progress_bar=False)
 
         def one(i: int) -> tuple[Any, float, float, str]:
             args, kwargs = responses.one(i)
@@ -314,7 +318,10 @@ class NestedVI(RunsModel, Displayed):
                 raise
             if self.correct == "mcmc" and not run.certified:
                 with clock.part("NUTS from the draws"):
-                    run = corrected(run, programs, rng_key, self.num_samples)
+                    run = corrected(
+                        run, programs, rng_key, self.num_samples,
+                        progress_bar=self.progress_bar,
+                    )  # fmt: skip
         if not run.certified and self.correct is None:
             warnings.warn(
                 f"{certificate(run)}. (correct='mcmc' runs NUTS from them)",

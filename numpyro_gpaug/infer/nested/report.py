@@ -71,11 +71,17 @@ def certificate(run: Any) -> str:
 
 def _sparse(structure: Any) -> str:
     """Describe the processes with fewer inducing values than function values."""
-    sizes = {site.name: site.value_shape[-1] for site in structure.sites if site.shape}
-    found = {
-        name: (sizes[f"{name}.v"], structure.functions[name].shape[0])
+    shapes = {site.name: site.value_shape for site in structure.sites if site.shape}
+    functions = {
+        name: structure.functions[name].shape
         for name in structure.process_names
-        if f"{name}.v" in sizes and name in structure.functions
+        if f"{name}.v" in shapes and name in structure.functions
+    }
+    # Inducing values are (M,) for functions (N,), and (C, M) for functions (N, C).
+    # States of a chain are (M, R) for functions (N,).
+    found = {
+        name: (shapes[f"{name}.v"][len(shape) - 1], shape[0])
+        for name, shape in functions.items()
     }
     return ", ".join(
         f"{m} inducing values determine {n} values of {name}"
