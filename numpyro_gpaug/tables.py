@@ -81,6 +81,10 @@ class TableClassifier(ClassifierMixin, BaseEstimator):
         :func:`num_inducing`.
     :param steps: the largest number of evaluations of the bound.
     :param seed: the seed of k-means and of the random key.
+    :param verbose: whether to show a progress bar for each of the fits that are
+        compared, two or more. The time of a fit grows with the number of rows, times
+        the number of classes, times the square of the number of inducing inputs: 2500
+        rows of 26 classes take several minutes, and less with ``num_inducing=50``.
     :ivar classes_: the labels, sorted.
     :ivar posterior_: the :class:`~numpyro_gpaug.Posterior` at scaled inputs.
     :ivar result_: the :class:`~numpyro_gpaug.infer.ConjugateResult`.
@@ -98,9 +102,15 @@ class TableClassifier(ClassifierMixin, BaseEstimator):
     """
 
     def __init__(
-        self, *, num_inducing: int | None = None, steps: int = 200, seed: int = 0
+        self,
+        *,
+        num_inducing: int | None = None,
+        steps: int = 200,
+        seed: int = 0,
+        verbose: bool = False,
     ) -> None:
         self.num_inducing, self.steps, self.seed = num_inducing, steps, seed
+        self.verbose = verbose
 
     def fit(self, X: Any, y: Any) -> TableClassifier:
         """Fit, and return the classifier.
@@ -213,7 +223,8 @@ class TableClassifier(ClassifierMixin, BaseEstimator):
                 raise
             raise ValueError(
                 f"columns {names} are not numbers; encode them first, for example with "
-                "make_column_transformer in a pipeline, categories by OneHotEncoder"
+                "make_column_transformer in a pipeline, categories by "
+                "OneHotEncoder(sparse_output=False)"
             ) from error
 
     def _scaled(self, X: np.ndarray, scale: np.ndarray) -> np.ndarray:
@@ -242,8 +253,9 @@ class TableClassifier(ClassifierMixin, BaseEstimator):
         alike = apart, size, X.shape[1], len(self.classes_), X.dtype
         svi = _programs(threading.get_ident(), *alike)
         result = svi.run(
-            jax.random.key(self.seed), self.steps, X, self._codes, progress_bar=False,
-            init_params={f"{k}_auto_loc": v for k, v in (start or {}).items()}, **given,
+            jax.random.key(self.seed), self.steps, X, self._codes,
+            init_params={f"{k}_auto_loc": v for k, v in (start or {}).items()},
+            progress_bar=bool(self.verbose), **given,
         )  # fmt: skip
         medians = dict(svi.guide.other_median(result.params))
         return _Fit(scale, X, given, result, svi.posterior(result), medians)
