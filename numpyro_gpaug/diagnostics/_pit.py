@@ -31,12 +31,10 @@ def pit(predictive: Distribution | ArrayLike, y: ArrayLike, key: Array) -> np.nd
         :class:`numpyro.infer.Predictive`. Counts and labels sum probabilities up to
         ``y``; real observations use the ``cdf`` of the distribution, or ranks among
         1000 draws if it has none.
-
-        :param y: the observations, (N,).
-        :param key: random key for the draws.
-        :return: positions in [0, 1], (N,). Ranks among S draws are uniform over
-            ``(0, 1)``, too: ``(draws below + u (ties + 1)) / (S + 1)`` with ``u``
-            uniform.
+    :param y: the observations, (N,).
+    :param key: random key for the draws.
+    :return: positions in [0, 1], (N,). Ranks among S draws are uniform over
+        ``(0, 1)``, too: ``(draws below + u (ties + 1)) / (S + 1)`` with ``u`` uniform.
     :raises ValueError: if the shapes do not match.
 
     **Example**

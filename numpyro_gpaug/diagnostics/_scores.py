@@ -12,6 +12,9 @@ from jax.typing import ArrayLike
 class ReliabilityCurve(NamedTuple):
     """A reliability diagram over bins of equal width; empty bins have NaN.
 
+    Small probabilities of a rare event are all in the first bin. For these use bins of
+    equal counts, ``sklearn.calibration.calibration_curve(y, p, strategy="quantile")``.
+
     :param edges: edges of the bins, (num_bins + 1,).
     :param predicted: mean predicted probabilities, (num_bins,).
     :param observed: observed frequencies, (num_bins,).

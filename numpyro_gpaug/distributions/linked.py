@@ -45,12 +45,10 @@ class Linked(Distribution):
         dimensions: :class:`dist.Poisson <numpyro.distributions.Poisson>`,
         ``lambda rate, shape: dist.Gamma(shape, rate)``. It is static: everything that
         may be traced has to be among ``parameters``.
-
-        :param parameters: further arguments of ``family``; with f and the links'
-            heights they broadcast to the batch shape.
-        :raises ValueError: for more than two links (the message states the reason), an
-            f without an axis for two of them, or heights that the family does not
-            accept.
+    :param parameters: further arguments of ``family``; with f and the links' heights
+        they broadcast to the batch shape.
+    :raises ValueError: for more than two links (the message states the reason), an f
+        without an axis for two of them, or heights that the family does not accept.
 
     **References**
 

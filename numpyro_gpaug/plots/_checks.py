@@ -93,12 +93,11 @@ def plot_reliability(
 
     :param probs: (N,) or (N, C), as for
         :func:`~numpyro_gpaug.diagnostics.reliability_curve`; or such arrays by method.
-
-        :param y: labels, (N,).
-        :param num_bins: number of bins; by default 5 below 500 observations, and 10
-            otherwise.
-        :param colors: colours by method.
-        :param ax: the axes; a new figure by default.
+    :param y: labels, (N,).
+    :param num_bins: number of bins; by default 5 below 500 observations, and 10
+        otherwise.
+    :param colors: colours by method.
+    :param ax: the axes; a new figure by default.
 
     **Example**
 
