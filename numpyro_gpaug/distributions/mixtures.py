@@ -137,7 +137,9 @@ def quantile(
         return jnp.where(count < low, 0, d.cdf(jnp.maximum(count, low)))
 
     # The numbers whose next integer has at least this probability begin one below it.
-    return jnp.ceil(bisected_icdf(cdf, q, low - 1, high, counts=True))
+    found = jnp.ceil(bisected_icdf(cdf, q, low - 1, high, counts=True))
+    # Numbers between -1 and 0 are rounded to -0, which would be printed.
+    return jnp.where(found == 0, 0, found)
 
 
 def bisected_icdf(
