@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax import Array, random
+from scipy.special import softmax
 
 from numpyro_gpaug.infer.nested.bound import Start
 from numpyro_gpaug.infer.nested.group_draws import (
@@ -40,6 +41,23 @@ EACH = 8
 # A weight that is so many nats below the best is zero. One that is so many nats above
 # it is a rounding error.
 FAR, ABSURD = 200.0, 1e4
+# The variance of log-weights at a point above which annealed draws help, the largest
+# one for each of their moves, the factor by which there are more if they are too few,
+# and the most numbers that are moved in all.
+CALM, MANY, AGAIN, MOST_MOVED = 1.0, 4.0, 4, 2**28
+
+
+def unevenness(ratios: np.ndarray) -> float:
+    """Return the variance of the log-weights of draws at the same point, averaged over
+    points according to their weights; 0 if it is not known.
+
+    :param ratios: log-weights, (n, draws); of weights of zero, minus infinity.
+    """
+    known = np.isfinite(ratios).all(1)
+    if not known.any() or ratios.shape[1] < 2:
+        return 0.0
+    own = ratios[known]
+    return float(softmax(own.mean(1)) @ own.var(1, ddof=1))
 
 
 def generator(key: Array, stream: int) -> np.random.Generator:
@@ -152,6 +170,7 @@ class Drawer:
     :param rng: random numbers.
     :param bar: a progress bar.
     :ivar apart: the groups that are weighted separately; ``None`` without such groups.
+    :ivar moves: the number of moves of each draw towards the posterior.
     :ivar known: Gaussian factors found so far.
     :ivar modes: the same for each mode of the latents, the highest first, if there are
         several; draws are from the mixture of their Gaussians.
@@ -164,6 +183,7 @@ class Drawer:
         self, programs: Programs, data: Arguments, rng: np.random.Generator, bar: Any
     ) -> None:
         self.apart: GroupDraws | None = None
+        self.moves = 0
         self.shift = np.zeros(0)
         self.programs, self.data, self._bar = programs, data, bar
         self._rng = rng
@@ -200,6 +220,22 @@ class Drawer:
             corners = corners_of(self.programs.num_draws, sizes)
             self.apart = GroupDraws(sizes, group, corners)
             self.shift = np.zeros(self.latents)
+
+    def anneal(self, ratios: np.ndarray) -> bool:
+        """Move draws towards the posterior from now on, or more often than before;
+        return whether that may make weights even.
+
+        :param ratios: log-weights of draws at points, (n, draws).
+        """
+        if self.apart is not None or len(self.modes) > 1:
+            return False
+        variance = unevenness(ratios)
+        affordable = MOST_MOVED // (ratios.size * max(self.latents, 1))
+        moves = min(max(int(np.ceil(variance)), AGAIN * self.moves), affordable)
+        if not CALM < variance < MANY * moves or moves <= self.moves:
+            return False
+        self.moves = moves
+        return True
 
     def found(self, point: np.ndarray) -> Evaluated:
         """Return the Gaussian at a point, (d,), at which it was found before."""
@@ -247,6 +283,8 @@ class Drawer:
     @property
     def weighed(self) -> str:
         """The way in which latents are weighted, for a message."""
+        if self.moves:
+            return f", draws annealed in {self.moves} steps"
         if self.apart is None:
             return ""
         return f", {self.apart.sizes.groups} groups weighted separately"
@@ -436,6 +474,11 @@ class Drawer:
         elif self.apart is not None:
             drawn = programs.draw_apart(
                 points, each[0], *numbers, *apart, self.apart.group, data
+            )
+        elif self.moves:
+            seeds = self._rng.integers(2**31, size=len(points)).astype(np.int32)
+            drawn = programs.draw_annealed(
+                points, each[0], *numbers, self.moves, seeds, data
             )
         else:
             drawn = programs.draw(points, each[0], *numbers, data)

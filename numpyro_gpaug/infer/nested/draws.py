@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.errors import CholeskyError
 from numpyro_gpaug.infer.nested.bound import Start
-from numpyro_gpaug.infer.nested.drawer import Drawer, generator
+from numpyro_gpaug.infer.nested.drawer import Drawer, Points, generator
 from numpyro_gpaug.infer.nested.latent_modes import Searched, searched
 from numpyro_gpaug.infer.nested.mirrors import Mirrors, mirrored
 from numpyro_gpaug.infer.nested.programs import Programs
@@ -259,14 +259,23 @@ def integrated(
                     drawer, components, first, points, ratios, prior, widths, share, rng
                 )
             proposal = _final(components, points, weights, bool(len(prior)))
-            # The first draws of the prior have been used before.
-            pool = Pool(drawer, np.full(draws, width), prior[::-1], rng, mirrors.flips)
-            weighted = pool.draw(proposal, num_points)
-            _refuse_none(weighted.log_ratios)
-            bar.set_description("further draws")
-            weighted = extended(
-                pool, weighted, components[0], num_points, programs.chunk
-            )
+
+            def drawn() -> tuple[Pool, Weighted]:
+                # The first draws of the prior have been used before.
+                widths = np.full(draws, width)
+                pool = Pool(drawer, widths, prior[::-1], rng, mirrors.flips)
+                weighted = pool.draw(proposal, num_points)
+                _refuse_none(weighted.log_ratios)
+                bar.set_description("further draws")
+                return pool, extended(
+                    pool, weighted, components[0], num_points, programs.chunk
+                )
+
+            pool, weighted = drawn()
+        while not weighted.certified and drawer.anneal(weighted.log_ratios):
+            bar.set_description("annealed draws")
+            with clock.part("annealed draws"):
+                pool, weighted = drawn()
     return Run(
         programs, data, weighted, *pool.drawn, clock, drawer.evaluations, width,
         f"Importance sampling{drawer.weighed}", int(rng.integers(2**32)), modes,
@@ -288,7 +297,7 @@ def sampled(
 ) -> Run:
     """Run NUTS on the collapsed model, for more hyperparameters than importance
     sampling allows; parameters as for :func:`integrated`."""
-    draws, rng = programs.num_draws, generator(key, 1)
+    rng = generator(key, 1)
     with clock.part("NUTS on the collapsed model"):
         kernel = NUTS(potential_fn=lambda point: -programs.log_collapsed(point, data))
         mcmc = MCMC(
@@ -309,13 +318,10 @@ def sampled(
             value, _ = drawer.evaluate(mean)
             found = searched(drawer, mean, rng)
             drawer.part(mean)
-            drawn = drawer.draw(points, np.ones((num_points, draws)), found=True)
-    target = drawn.bound + drawn.log_prior
-    ratios = drawn.log_joint_over_q - target[:, None]
-    with clock.part("certificate"):
-        _refuse_none(_without_failures(ratios))
-        weighted = Weighted.of(points, ratios, normalised=False, alike=drawer.alike)
-        assert weighted.khat is not None  # computed here, so that its time is measured
+            drawn, weighted = _weighted_draws(drawer, points)
+        while not weighted.certified and drawer.anneal(weighted.log_ratios):
+            with clock.part("annealed draws"):
+                drawn, weighted = _weighted_draws(drawer, points)
     component = StudentT.symmetric(mean, np.cov(points.T) + 1e-9 * np.eye(len(mean)))
     mode = Mode(mean, value, component)
     worth = effective_sample_size(points[None]).min() / num_points
@@ -328,6 +334,17 @@ def sampled(
         drawer.evaluations + steps, 1.0, way, int(rng.integers(2**32)), [mode],
         drawer.starts, found, independence=min(1.0, float(worth)),
     )  # fmt: skip
+
+
+def _weighted_draws(drawer: Drawer, points: np.ndarray) -> tuple[Points, Weighted]:
+    """Return draws of latents at draws of the hyperparameters from the collapsed model,
+    and their weights."""
+    widths = np.ones((len(points), drawer.programs.num_draws))
+    drawn = drawer.draw(points, widths, found=True)
+    ratios = drawn.log_joint_over_q - (drawn.bound + drawn.log_prior)[:, None]
+    _refuse_none(_without_failures(ratios))
+    weighted = Weighted.of(points, ratios, normalised=False, alike=drawer.alike)
+    return drawn, weighted
 
 
 def best_width(

@@ -86,10 +86,12 @@ class NestedVI(
     ``1 - 1 / log10(num_points)`` for few), all estimates from the draws are right up to
     their Monte Carlo error. Otherwise the run warns. A run adds points, where its
     weights are largest, until k-hat is clearly below the limit, so that the verdict
-    does not depend on the random key. It also warns if more than a hundredth of the
-    posterior's mass seems to be where the model could not be evaluated (a Cholesky
-    factorisation that fails in float32). The mean weight estimates the evidence
-    :math:`p(y)`.
+    does not depend on the random key. If latents make the weights uneven, draws are
+    also moved towards the posterior by Hamiltonian Monte Carlo, with weights that allow
+    for it (annealed importance sampling: Neal, 2001). It also warns if more than a
+    hundredth of the posterior's mass seems to be where the model could not be evaluated
+    (a Cholesky factorisation that fails in float32). The mean weight estimates the
+    evidence :math:`p(y)`.
 
     If a likelihood is not log-concave, the latents may have several modes. The run
     searches for them at the mode of the hyperparameters, and draws from a mixture of

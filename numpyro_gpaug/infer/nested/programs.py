@@ -19,6 +19,7 @@ from jax import Array, lax, random
 
 from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.gaussians.base import GroupsPrior, drawn_white
+from numpyro_gpaug.infer.nested.annealing import State, hamiltonian
 from numpyro_gpaug.infer.nested.bound import (
     TOLERANCE,
     CollapsedBound,
@@ -145,8 +146,9 @@ class Programs:
         quick = densities(self.structure) * EVALUATIONS < SMALL
         settling = partial(jit, small=SMALL if quick else 0)
         self._settle = compiled(self._evaluate, settling)
-        self.draw, self.draw_apart, self.draw_mixed = (
-            compiled(fn, jit) for fn in (self._draw, self._draw_apart, self._draw_mixed)
+        ways = self._draw, self._draw_annealed, self._draw_apart, self._draw_mixed
+        self.draw, self.draw_annealed, self.draw_apart, self.draw_mixed = (
+            compiled(way, jit) for way in ways
         )
         self._terms = compiled(self._terms_at)
         self.from_white = compiled(self._from_white)
@@ -373,19 +375,70 @@ class Programs:
             q = moments_given(factors, view)
             _, white, prior = self._drawn_latents(view, q, widths[:, None] * noise)
 
-            def terms(
-                white: Array, prior: Array, noise: Array, width: Array
-            ) -> tuple[Any, ...]:
-                densities, trace = log_terms(white)
-                own = 0.5 * jnp.square(noise) + jnp.log(width)
-                # Added up at once, because their sum is small.
-                sums = compensated_sum(jnp.concatenate([densities, own, prior]))
+            def weighed(*draw: Array) -> tuple[Any, ...]:
+                *sums, trace = _weighed(log_terms, *draw)
                 return *sums, self._kept(trace)
 
-            weighed = jax.vmap(terms)(white, prior, noise, widths)
-            return Drawn(log_prior, white, q.log_det[0] + view.prior.log_det, *weighed)
+            found = jax.vmap(weighed)(white, prior, noise, widths)
+            return Drawn(log_prior, white, q.log_det[0] + view.prior.log_det, *found)
 
         return self._each(one, (points, factors, noise, widths))
+
+    def _draw_annealed(
+        self,
+        points: Array,
+        factors: Any,
+        noise: Array,
+        widths: Array,
+        moves: Array,
+        seeds: Array,
+        data: Arguments,
+    ) -> Drawn:
+        """Draw like :meth:`_draw`, and move the draws towards the posterior: annealed
+        importance sampling (Neal, 2001).
+
+        With the log-weight w of a draw, move t of T leaves the density of the draw
+        times ``exp(w t / (T + 1))`` unchanged (:func:`.annealing.hamiltonian`). The
+        log-weight of the result is the mean of those of all T + 1 states.
+
+        :param moves: T.
+        :param seeds: seeds of the moves, (n,).
+        """
+
+        def one(each: Any) -> Drawn:
+            point, factors, noise, widths, seed = each
+            log_prior, view, log_terms = self._at(point, data)
+            q = moments_given(factors, view)
+
+            def log_weight(noise: Array, width: Array) -> tuple[Array, Any]:
+                _, white, prior = self._drawn_latents(view, q, (width * noise)[None])
+                draw = white[0], prior[0], noise, width
+                total, lost, _ = _weighed(log_terms, *draw)
+                return total, (lost, white[0])
+
+            weigh = jax.value_and_grad(log_weight, has_aux=True)
+
+            def moved(key: Array, power: Array, at: Any, width: Array) -> Any:
+                return hamiltonian(key, power, at, lambda noise: weigh(noise, width))
+
+            def move(t: Array, carry: Any) -> Any:
+                at, rises = carry
+                key = random.fold_in(random.key(seed), t)
+                power = jnp.asarray((t + 1) / (moves + 1), noise.dtype)
+                keys = random.split(key, len(noise))
+                at = jax.vmap(moved, (0, None, 0, 0))(keys, power, at, widths)
+                rise = at.rise_from(first)
+                return at, rises + jnp.where(jnp.isfinite(first.total), rise, 0)
+
+            first = State.of(noise, jax.vmap(weigh)(noise, widths))
+            none = jnp.zeros_like(first.total)
+            last, rises = lax.fori_loop(0, moves, move, (first, none))
+            sites = jax.vmap(lambda white: self._kept(log_terms(white)[1]))(last.white)
+            lost = first.lost + rises / (moves + 1)
+            log_det = q.log_det[0] + view.prior.log_det
+            return Drawn(log_prior, last.white, log_det, first.total, lost, sites)
+
+        return self._each(one, (points, factors, noise, widths, seeds))
 
     def _draw_apart(
         self,
@@ -614,6 +667,28 @@ class Programs:
         NUTS."""
         values, log_prior = self.hyper.values(point, data)
         return self.bound(values, self.hyper.steps(values, data), data) + log_prior
+
+
+def _weighed(
+    log_terms: Callable[[Array], tuple[Array, Trace]],
+    white: Array,
+    prior: Array,
+    noise: Array,
+    width: Array,
+) -> tuple[Array, Array, Trace]:
+    """Return the log-weight of a draw, without determinants; its rounding error; and
+    the trace of the model there.
+
+    :param log_terms: from :meth:`Programs._at`.
+    :param white: whitened latents, (size,).
+    :param prior: the terms of their prior.
+    :param noise: the standard normal numbers that made the draw, (rank,).
+    :param width: the factor by which they were scaled.
+    """
+    densities, trace = log_terms(white)
+    own = 0.5 * jnp.square(noise) + jnp.log(width)
+    # Added up at once, because their sum is small.
+    return *compensated_sum(jnp.concatenate([densities, own, prior])), trace
 
 
 def chosen(which: np.ndarray, new: Any, old: Any) -> Any:
