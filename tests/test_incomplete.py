@@ -49,6 +49,7 @@ def test_probabilities_of_large_counts_and_shapes() -> None:
         (dist.Poisson(1e6), st.poisson(1e6)),
         (dist.NegativeBinomial2(1e6, 20.0), st.nbinom(20, 20 / (1e6 + 20))),
         (dist.ZeroInflatedPoisson(0.0, 1e6), st.poisson(1e6)),
+        (dist.GeometricProbs(1e-6), st.geom(1e-6, loc=-1)),
         (dist.Gamma(1e5, 0.1), st.gamma(1e5, scale=10)),
         (dist.BetaProportion(0.25, 1e6), st.beta(0.25e6, 0.75e6)),
     )

@@ -423,7 +423,7 @@ def _cdf(d: Any, value: Array) -> Array:
     if isinstance(d, dist.ZeroInflatedProbs):
         return jnp.where(value < 0, 0, d.gate + (1 - d.gate) * _cdf(d.base_dist, value))
     if isinstance(d, dist.GeometricProbs | dist.GeometricLogits):
-        return 1 - (1 - d.probs) ** (jnp.floor(value) + 1)
+        return -jnp.expm1((jnp.floor(value) + 1) * jnp.log1p(-d.probs))
     # And these are wrong in float32 where shapes are large.
     if isinstance(d, dist.Poisson):
         return gammaincc(jnp.floor(value) + 1, d.rate)
