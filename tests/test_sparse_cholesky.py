@@ -61,12 +61,13 @@ def components():
 CASES = {
     "lattice": lattice(14, 14), "mesh": mesh(150), "chain": chain(100),
     "star": star(100), "scattered": scattered(100), "components": components(),
-    "apart": sparse.block_diag([chain(5)] * 20).tocsr(),
+    "apart": sparse.block_diag([chain(7)] * 40).tocsr(),
     "single": sparse.csr_array(np.full((1, 1), 2.5)),
 }  # fmt: skip
 QUICK = {
     "lattice": "float32", "mesh": "float64", "star": "float64",
-    "scattered": "float32", "components": "float64", "single": "float32",
+    "scattered": "float32", "components": "float64", "apart": "float32",
+    "single": "float32",
 }  # fmt: skip
 
 

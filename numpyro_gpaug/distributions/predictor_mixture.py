@@ -16,7 +16,7 @@ from numpyro.distributions import Distribution, constraints
 
 from numpyro_gpaug._numpyro import Ordered
 from numpyro_gpaug.distributions._grid import Grid, stepped_over
-from numpyro_gpaug.distributions.count_densities import log_density
+from numpyro_gpaug.distributions.densities import log_density
 from numpyro_gpaug.distributions.mixtures import bounds, quantile
 from numpyro_gpaug.math.compiling import jit_for_few_runs
 from numpyro_gpaug.math.expectation import AT_ONCE

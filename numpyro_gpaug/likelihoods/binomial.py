@@ -14,7 +14,7 @@ import numpyro.distributions as dist
 from jax import Array
 from jax.nn import log_sigmoid, sigmoid
 
-from numpyro_gpaug.distributions.count_densities import near, remainder
+from numpyro_gpaug.distributions.densities import near, remainder
 from numpyro_gpaug.distributions.mixtures import CountMixture
 from numpyro_gpaug.math.incomplete import betainc, log_beta
 

@@ -17,7 +17,7 @@ import numpyro.distributions as dist
 from jax import Array
 from numpyro.distributions import Distribution
 
-from numpyro_gpaug.distributions.count_densities import DENSITIES, log_density
+from numpyro_gpaug.distributions.densities import DENSITIES, log_density
 from numpyro_gpaug.errors import UnknownLikelihoodError
 
 Parameters = dict[str, Array]

@@ -382,7 +382,7 @@ def _border(group: Group, above: Array) -> Array:
     # Whole rows are copied twice. The places of single entries would be as many numbers
     # as the entries, which a loop would keep in memory.
     columns = np.arange(m)[:, None] * r + np.maximum(group.up, 0)
-    return _at(rows.mT.reshape(-1, b), columns)
+    return _at(rows.mT.reshape(m * r, b), columns)
 
 
 @jax.custom_jvp

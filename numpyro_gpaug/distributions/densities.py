@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-densities of large counts.
+"""Log-densities of large counts, and of gamma and beta variables with large shapes.
 
 A density of counts has logarithms of factorials, whose difference is far smaller than
 they are: of a million counts, float32 loses a nat, and noise of that size makes weights
 of draws uneven. The distance from expected counts, and the remainders of Stirling's
-formula, are small numbers.
+formula, are small numbers. Shapes are like counts.
 
 Reference: Loader (2000), Fast and accurate computation of binomial probabilities.
 """
@@ -76,6 +76,32 @@ def _multinomial(d: Any, y: Array) -> Array:
     return _shared(total, *(jnp.moveaxis(x, -1, 0) for x in (y, shares, logs)))
 
 
+def _gamma(d: Any, y: Array) -> Array:
+    shape, scaled = jnp.asarray(d.concentration, y.dtype), d.rate * y
+    found = near(shape, scaled, _log(scaled)) - _shape(shape) - _log(y)
+    return jnp.where(shape < LARGE, d.log_prob(y), found)
+
+
+def _beta(d: Any, y: Array) -> Array:
+    shapes = d.concentration1, d.concentration0
+    total = shapes[0] + shapes[1]
+    found = _shape(total)
+    for shape, share in zip(shapes, (y, 1 - y), strict=True):
+        found += near(shape, total * share, _log(total * share))
+        found -= _shape(shape) + _log(share)
+    return jnp.where(jnp.minimum(*shapes) < LARGE, d.log_prob(y), found)
+
+
+def _shape(shape: Array) -> Array:
+    """Return ``log Gamma(shape) - shape log(shape) + shape``."""
+    return remainder(shape) - jnp.log(shape)
+
+
+def _zero_inflated(d: Any, y: Array) -> Array:
+    found = jnp.log1p(-d.gate) + log_density(d.base_dist, y)
+    return jnp.where(y == 0, jnp.logaddexp(_log(d.gate), found), found)
+
+
 def _shared(total: Array, counts: Any, shares: Any, logs: Any) -> Array:
     """Return the log-density of counts with a given total, by category."""
     parts = [
@@ -120,4 +146,8 @@ DENSITIES = {
     MultinomialLogits: _multinomial,
     MultinomialProbs: _multinomial,
     dist.NegativeBinomialLogits: _negative_binomial,
+    dist.Gamma: _gamma,
+    dist.Beta: _beta,
+    dist.BetaProportion: _beta,
+    dist.ZeroInflatedPoisson: _zero_inflated,
 }
