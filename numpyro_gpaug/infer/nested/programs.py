@@ -100,7 +100,8 @@ class Drawn(NamedTuple):
     :param log_det: logarithm of the determinant of the Gaussian's covariance.
     :param total: log-density of data and latents minus the log-density of the draw,
         without the determinant; (draws,).
-    :param lost: the rounding error of ``total``.
+    :param lost: the rounding error of ``total``; of annealed draws also the mean rise
+        of the log-weight in their moves.
     :param sites: values by name, (draws, ...); of deterministic sites, and of whitened
         inducing values, in a tuple, which is empty if they are large.
     """
