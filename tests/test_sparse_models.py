@@ -288,6 +288,31 @@ def test_fits_belong_to_a_mesh(always_sparse):
         again(init_state=state)
 
 
+def test_a_long_path_with_few_data_keeps_its_slow_variation():
+    """In float32, variances were 6% too small: the precision contained a larger
+    multiple of its diagonal."""
+    size, seen = 400, np.arange(0, 400, 100)
+    ones = np.ones(size - 1)
+    path = sparse.diags_array([ones, ones], offsets=[-1, 1]).tocsr()
+
+    def model(area, y=None):
+        level = numpyro.sample("level", dist.Normal(0, 3))
+        effect = numpyro.sample("effect", gpaug.ICAR(path, 1.0))
+        with numpyro.plate("data", len(area)):
+            numpyro.sample("y", dist.Normal(level + effect[area], 0.5), obs=y)
+
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
+    y = np.float32([0.1, -0.3, 0.2, 0.5])
+    fit = svi.run(jax.random.key(0), 3, seen, y, progress_bar=False)
+    prior = np.linalg.pinv(np.diag(path.sum(1)) - path.toarray())
+    prior /= np.exp(np.log(np.diag(prior)).mean())
+    across = prior[:, seen]
+    known = 9 + across[seen] + 0.25 * np.eye(len(seen))
+    left = np.diag(prior) - (across * np.linalg.solve(known, across.T).T).sum(1)
+    found = svi.posterior(fit)["effect"].variance
+    np.testing.assert_allclose(found, left, rtol=0.03)
+
+
 def test_draws_add_up_to_zero_where_there_are_no_data():
     """In float32 the precision is nearly singular: the density of the site is zero at
     other sums.
