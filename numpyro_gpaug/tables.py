@@ -83,8 +83,7 @@ class TableClassifier(ClassifierMixin, BaseEstimator):
     :param seed: the seed of k-means and of the random key.
     :param verbose: whether to show a progress bar for each of the fits that are
         compared, two or more. The time of a fit grows with the number of rows, times
-        the number of classes, times the square of the number of inducing inputs: 2500
-        rows of 26 classes take several minutes, and less with ``num_inducing=50``.
+        the number of classes, times the square of the number of inducing inputs.
     :ivar classes_: the labels, sorted.
     :ivar posterior_: the :class:`~numpyro_gpaug.Posterior` at scaled inputs.
     :ivar result_: the :class:`~numpyro_gpaug.infer.ConjugateResult`.

@@ -42,9 +42,9 @@ from numpyro_gpaug.math import linalg, sparse_cholesky
 from numpyro_gpaug.math.arrays import STATIC
 from numpyro_gpaug.math.sparse_pattern import Pattern
 
-# The multiple of each diagonal entry that is added to it in a singular precision: a
-# dozen rounding errors. More would shrink what a long series or a wide map with few
-# data varies slowly by.
+# The multiple of each diagonal entry that is added to it in a singular precision. More
+# would shrink the slow variation of a long path or a wide map with few data; with less,
+# rounding might let a factorisation fail where there are none.
 _RIDGE = {"float32": 2e-6, "float64": 1e-10}
 
 

@@ -13,7 +13,7 @@ References: Neal (2001), Annealed importance sampling; Shahbaba, Lan, Johnson an
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,22 +40,13 @@ class State(NamedTuple):
     slope: Array
     white: Array
 
-    @classmethod
-    def of(cls, noise: Array, weighed: Any) -> State:
-        """Return a state.
-
-        :param weighed: ``((total, (lost, white)), slope)``.
-        """
-        (total, (lost, white)), slope = weighed
-        return cls(noise, total, lost, slope, white)
-
     def rise_from(self, other: State) -> Array:
         """Return the difference of two log-weights, (...)."""
         return (self.total - other.total) + (self.lost - other.lost)
 
 
 def hamiltonian(
-    key: Array, power: Array, at: State, weigh: Callable[[Array], Any]
+    key: Array, power: Array, at: State, weigh: Callable[[Array], State]
 ) -> State:
     """Move noise such that its standard normal density times ``exp(power w)`` is left
     unchanged.
@@ -63,7 +54,7 @@ def hamiltonian(
     :param key: random key.
     :param power: a number from 0 to 1.
     :param at: the state, of one draw.
-    :param weigh: returns ``((total, (lost, white)), slope)`` of noise (rank,).
+    :param weigh: returns the state of noise (rank,).
     """
     keys = random.split(key)
     momentum = random.normal(keys[0], at.noise.shape, at.noise.dtype)
@@ -71,8 +62,7 @@ def hamiltonian(
 
     def rotated(state: State, momentum: Array) -> tuple[State, Array]:
         momentum = momentum + 0.5 * kick * state.slope
-        noise = cos * state.noise + sin * momentum
-        new = State.of(noise, weigh(noise))
+        new = weigh(cos * state.noise + sin * momentum)
         momentum = cos * momentum - sin * state.noise
         return new, momentum + 0.5 * kick * new.slope
 

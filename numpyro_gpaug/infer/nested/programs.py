@@ -417,9 +417,12 @@ class Programs:
                 total, lost, _ = _weighed(log_terms, *draw)
                 return total, (lost, white[0])
 
-            weigh = jax.value_and_grad(log_weight, has_aux=True)
+            def weigh(noise: Array, width: Array) -> State:
+                both = jax.value_and_grad(log_weight, has_aux=True)(noise, width)
+                (total, (lost, white)), slope = both
+                return State(noise, total, lost, slope, white)
 
-            def moved(key: Array, power: Array, at: Any, width: Array) -> Any:
+            def moved(key: Array, power: Array, at: State, width: Array) -> State:
                 return hamiltonian(key, power, at, lambda noise: weigh(noise, width))
 
             def move(t: Array, carry: Any) -> Any:
@@ -428,10 +431,11 @@ class Programs:
                 power = jnp.asarray((t + 1) / (moves + 1), noise.dtype)
                 keys = random.split(key, len(noise))
                 at = jax.vmap(moved, (0, None, 0, 0))(keys, power, at, widths)
-                rise = at.rise_from(first)
-                return at, rises + jnp.where(jnp.isfinite(first.total), rise, 0)
+                # A weight of zero stays zero.
+                rise = jnp.where(jnp.isfinite(first.total), at.rise_from(first), 0)
+                return at, rises + rise
 
-            first = State.of(noise, jax.vmap(weigh)(noise, widths))
+            first = jax.vmap(weigh)(noise, widths)
             none = jnp.zeros_like(first.total)
             last, rises = lax.fori_loop(0, moves, move, (first, none))
             sites = jax.vmap(lambda white: self._kept(log_terms(white)[1]))(last.white)

@@ -470,8 +470,7 @@ class ConjugateSVI(RunsModel, NotPickled, instead=_UNPICKLED):
         start = partial(self.init, rng_key, *args, init_params=init_params, **kwargs)
         turns = turns and given.batches is None and not plan.noisy
         losses: list[np.ndarray] = []
-        size = max(feed.size, plan.work)
-        pace = self._programs.pace(plan, size)
+        pace = self._programs.pace(plan, max(feed.size, plan.work))
         several = spans_processes(feed.mesh)
         progress = Progress(num_steps, pace, progress_bar, several=several)
         with progress, closing(feed), threads_for(plan.structure.largest):
