@@ -111,6 +111,20 @@ def test_likelihoods_that_are_narrower_than_the_distance_of_nodes(
     assert jnp.diff(middle).max() < 0.1
 
 
+def test_flags_and_numbers_of_trials_have_no_values_in_between() -> None:
+    censored = jnp.array([True, False, False])
+
+    def of(z: Any) -> dist.Distribution:
+        return dist.RightCensoredDistribution(dist.Normal(z[0], 0.1), censored)
+
+    mixture, y = over_nodes(of, 1), jnp.array([0.5, 0.5, -1.2])
+    sum_ = dist.Normal(0, np.sqrt(1.01))
+    expected = jnp.where(censored, jnp.log1p(-sum_.cdf(y)), sum_.log_prob(y))
+    np.testing.assert_allclose(mixture.log_prob(y), expected, atol=2e-3)
+    draws = mixture.sample(jax.random.key(0), (2000,))
+    np.testing.assert_allclose(draws.std(0), np.sqrt(1.01), atol=0.07)
+
+
 def test_peaks_are_sought_only_where_nodes_step_over_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -121,8 +121,11 @@ class Grid:
         :param index: rows for each datum, (terms, batch).
         :param weights: their weights, in the same shape.
         """
+        # Integers and flags (numbers of trials, censoring) have no values in between.
         return [
             _constrained((_beside(weights, c) * x).sum(0), c)
+            if jnp.issubdtype(x.dtype, jnp.floating)
+            else x[0]
             for x, c in zip(self._rows(free, index), self.kinds, strict=True)
         ]
 
@@ -260,9 +263,9 @@ def _ends(kind: Any) -> tuple[bool, bool]:
 def _free(x: Array, kind: Any) -> Array:
     """Return an array on a scale without bounds, if its bounds are 0 and 1."""
     positive, share = _ends(kind)
-    tiny, eps = jnp.finfo(x.dtype).tiny, jnp.finfo(x.dtype).eps
-    if not positive:
+    if not positive or not jnp.issubdtype(x.dtype, jnp.floating):
         return x
+    tiny, eps = jnp.finfo(x.dtype).tiny, jnp.finfo(x.dtype).eps
     inside = jnp.clip(x, tiny, 1 - eps / 2 if share else None)
     return jnp.log(inside) - (jnp.log1p(-inside) if share else 0)
 
