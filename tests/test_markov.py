@@ -144,6 +144,16 @@ def test_the_bound_is_the_evidence_that_a_quasiseparable_solver_finds(dtype):
         )
 
 
+def test_draws_between_the_times_of_data_have_the_posterior_moments():
+    t, y, new = (np.asarray(x, np.float32) for x in (T, REAL, T_NEW[1:]))
+    svi = gpaug.ConjugateSVI(curve, gpaug.AutoLatentGaussian(curve))
+    posterior = svi.posterior(svi.run(jax.random.key(0), 3, t, y, progress_bar=False))
+    draws = posterior.sample(jax.random.key(1), new, site="f", sample_shape=(20000,))
+    joint = posterior.predict_f(new, site="f", full_covariance=True)
+    np.testing.assert_allclose(np.mean(draws, 0), joint.mean, atol=0.04)
+    np.testing.assert_allclose(np.cov(draws.T), joint.variance, atol=0.05)
+
+
 def sensors(t, u, y=None, z=None):
     """Two sensors, each with its own times, and a common level."""
     level = numpyro.sample("level", dist.Normal(0, 1))

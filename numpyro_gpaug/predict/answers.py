@@ -321,17 +321,31 @@ class JointAnswers(Answers):
         num: int,
         unpadded: tuple[int, ...] | None = None,
     ) -> Drawn:
-        if view.structure.functions:
-            mean, covariance = self.joint(view, fit, site)
-            scale = jnp.diagonal(covariance).mean()
-            sizes = zip(mean.shape, unpadded or mean.shape, strict=True)
-            rows = [i for i, (size, other) in enumerate(sizes) if size != other]
-            count = view.arguments.arrays[-1] if rows else None
-            return joint_draws(key, num, mean, covariance, scale, rows, count)
         q, values = self._extended(view, fit, site), view.affine(site)
-        noise = random.normal(key, (num, q.rank), q.mean.dtype)
-        moved = jax.vmap(lambda e: values(q.mean[0] + q.unwhiten(e[None])[0]))(noise)
-        return moved.reshape(num, *view.shape(site)), jnp.array(True)
+
+        def one(number: Array) -> Array:
+            own = random.fold_in(key, number)
+            noise = random.normal(own, (1, q.rank), q.mean.dtype)
+            return values((q.mean + q.unwhiten(noise))[0])
+
+        draws = in_chunks(one, num, view.structure.size)
+        draws = draws.reshape(num, *view.shape(site))
+        if not view.structure.functions:
+            return draws, jnp.array(True)
+        # Given the latents, functions vary by their residuals alone.
+        mean, variance = view.moments(site, q)
+        sizes = zip(mean.shape, unpadded or mean.shape, strict=True)
+        rows = [i for i, (size, other) in enumerate(sizes) if size != other]
+        residuals, factorised = joint_draws(
+            random.fold_in(key, num),
+            num,
+            jnp.zeros_like(mean),
+            view.residual_covariance(site),
+            variance.mean(),
+            rows,
+            view.arguments.arrays[-1] if rows else None,
+        )
+        return draws + residuals, factorised
 
     def _drawn(self, view: Any, fit: Fit, site: str) -> Callable[[Array, Array], Trace]:
         q, structure = self._extended(view, fit, site), view.structure
