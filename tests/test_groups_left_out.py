@@ -157,6 +157,30 @@ def test_hyperparameters_follow_their_posterior_without_the_group(likelihood, y)
         np.testing.assert_allclose(density[left], without[left], atol=0.1)
 
 
+def test_weights_leave_out_copies_and_events_are_left_out_by_entry() -> None:
+    def model(x, y, weight=1.0):
+        scale = numpyro.sample("scale", dist.HalfNormal(1))
+        level = numpyro.sample("level", dist.Normal(0, 1))
+        likelihood = dist.Normal(level + x, scale).to_event(x.ndim - 1)
+        with numpyro.plate("data", len(x)), numpyro.handlers.scale(scale=weight):
+            numpyro.sample("y", likelihood, obs=y)
+
+    def left_out(*args, groups=None):
+        nested = gpaug.NestedVI(model, num_points=64, progress_bar=False)
+        nested.run(jax.random.key(0), *args)
+        posterior = nested.posterior()
+        if groups is None:
+            return posterior.leave_one_out(*args).log_prob(args[1])
+        return posterior.leave_out(groups, *args).log_prob(args[1])
+
+    x, weight = TIME[:6].reshape(3, 2), np.array([1, 2, 9])
+    y = x + np.array([[0.3, -0.5], [0.1, 0.4], [0.9, 1.6]], np.float32)
+    found = left_out(x, y, weight.astype(np.float32)).ravel()
+    copies = np.repeat(np.arange(6), np.repeat(weight, 2))
+    expected = left_out(x.ravel()[copies], y.ravel()[copies], groups=copies)
+    np.testing.assert_allclose(found[copies], expected, atol=2e-3)
+
+
 def test_models_are_compared_by_groups_left_out() -> None:
     better = np.linspace(-2, -1, 20)
     densities = {"poor": better - 0.5, "better": better}

@@ -361,30 +361,37 @@ class JointPredictiveView(JointView):
         view._without = Removed(roots, slopes.mean[0][places].T, precision, together)
         return view
 
-    def log_density_left_out(self, q: Any, alone: Array) -> Array:
+    def log_density_left_out(self, q: Any, alone: Array, counts: Array) -> Array:
         """Return, for each datum of a view of :meth:`left_out`, the log density of its
         group given all other groups, flat.
 
         Gaussian factors stand for the likelihood. The size of a factor is such that its
-        datum has the right density given all other data. It is exact for Normal
-        likelihoods.
+        datum has the right density given all other data. A datum that counts w times
+        has w equal factors. It is exact for Normal likelihoods.
 
         :param q: moments of the latents, of the fit to these observations.
         :param alone: the log density of each datum given all other data.
+        :param counts: how often each datum counts (:func:`numpyro.handlers.scale`); 0
+            if it is masked.
 
         Reference: Rasmussen and Williams (2006), Gaussian processes for machine
         learning, section 3.6.
         """
         assert self._without is not None
         known, slopes, precision, together = self._without
-        if together is None:
-            return alone
         if alone.size != len(slopes):
             raise NotConjugateError(_NO_FACTORS.format("the site"))
         map_, count = self._affine(known).matrices, len(known)
         variance = map_.marginals(q).variance[0] - map_.residual[0]
         own = of_each_datum(map_, q, variance.reshape(count, -1))
-        sizes = alone.ravel() - log_density(own, slopes, precision)
+        counts, there = counts.ravel(), counts.ravel() > 0
+        but_once = 1 - 1 / jnp.where(there, counts, 1)
+        fewer = slopes * but_once[:, None], precision * but_once[:, None, None]
+        factors = log_density(own, slopes, precision)
+        sizes = alone.ravel() - factors + log_density(own, *fewer)
+        sizes = jnp.where(there, counts * sizes, 0)
+        if together is None:
+            return (sizes + factors).reshape(alone.shape)
         whole = map_.covariance(q)[0].reshape(count, len(slopes), count, len(slopes))
         found = log_density_of_groups(whole, slopes, precision, together)
         there, at = together.members >= 0, jnp.maximum(together.members, 0)

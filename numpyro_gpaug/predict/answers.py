@@ -29,7 +29,7 @@ from numpyro_gpaug.likelihoods.expectations import (
     through_wrappers,
 )
 from numpyro_gpaug.model.arguments import Arguments, Model
-from numpyro_gpaug.model.expectation import of_site
+from numpyro_gpaug.model.expectation import of_site, scaled_sum
 from numpyro_gpaug.model.inspect import structure_at
 from numpyro_gpaug.model.joint import Codes
 from numpyro_gpaug.model.joint_predictive import JointPredictiveView
@@ -392,9 +392,15 @@ class JointAnswers(Answers):
             return found
         one = view.left_out(observed, q, None).predictive(observed, q)
         message = view.message(site)
-        density = one.log_prob(feasible(message["fn"], message["value"]))
-        alone = through_wrappers(message["fn"], lambda _: density)
-        return WithoutData(found, without.log_density_left_out(q, alone))
+        fn, scale = message["fn"], message["scale"]
+        density = one.log_prob(feasible(fn, message["value"]))
+
+        def counted(each: Array) -> Array:
+            return scaled_sum(through_wrappers(fn, lambda _: each), scale)
+
+        # By entry, also of data that the model declares as events: each is left out.
+        counts = jax.grad(counted)(density)
+        return WithoutData(found, without.log_density_left_out(q, density, counts))
 
 
 def _left_out(posterior: object, view: ModelView, fit: Fit) -> dict[str, Marginals]:
