@@ -55,7 +55,7 @@ def _by_queue(propose: Propose, count: Any, x: Array) -> tuple[Any, Array]:
     total = len(x)
     slots, room = total // _SLOTS, total // 4
     rejected = x == REJECTED
-    rank = _running_count(jnp.where(rejected, 1, 0).astype(jnp.int32))
+    rank = jnp.cumsum(rejected, dtype=jnp.int32)
     place = jnp.where(rejected & (rank <= room), rank - 1, room + slots)
     queue = jnp.full(room + slots, total, jnp.int32)
     queue = queue.at[place].set(jnp.arange(total, dtype=jnp.int32), mode="drop")
@@ -65,7 +65,7 @@ def _by_queue(propose: Propose, count: Any, x: Array) -> tuple[Any, Array]:
         new = propose(count, lane)
         again = new == REJECTED
         x = x.at[jnp.where(again, total, lane)].set(new, mode="drop")
-        rank = _running_count(jnp.where(again, 0, 1).astype(jnp.int32))
+        rank = jnp.cumsum(~again, dtype=jnp.int32)
         # Past its end the queue holds no lane, and neither does its last entry.
         following = queue.at[cursor + rank - 1].get(mode="clip")
         return count + 1, cursor + rank[-1], jnp.where(again, lane, following), x
@@ -75,13 +75,3 @@ def _by_queue(propose: Propose, count: Any, x: Array) -> tuple[Any, Array]:
         lambda state: jnp.any(state[2] < total), serve, first
     )
     return count, x
-
-
-def _running_count(flags: Array, halvings: int = 4) -> Array:
-    """Return the cumulative sum of integers, mostly in passes that vectorise."""
-    if halvings == 0:
-        return jnp.cumsum(flags)
-    odd = jnp.pad(flags, (0, len(flags) % 2))[1::2]
-    pairs = flags[::2] + odd
-    ends = _running_count(pairs, halvings - 1)
-    return jnp.stack([ends - odd, ends], axis=1).reshape(-1)[: len(flags)]

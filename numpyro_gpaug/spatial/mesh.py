@@ -316,8 +316,6 @@ def _candidates(corners: np.ndarray, cell: float, shape: np.ndarray) -> np.ndarr
     i = low[triangle, 0] + within % spans[triangle, 0]
     j = low[triangle, 1] + within // spans[triangle, 0]
     cells = j * shape[0] + i
-    touching = _touch(corners[triangle], np.stack([i, j], -1) * cell, cell)
-    triangle, cells = triangle[touching], cells[touching]
     order = np.argsort(cells, kind="stable")
     triangle, cells = triangle[order], cells[order]
     per_cell = np.bincount(cells, minlength=shape.prod())
@@ -325,22 +323,6 @@ def _candidates(corners: np.ndarray, cell: float, shape: np.ndarray) -> np.ndarr
     table = np.zeros((per_cell.max(), len(per_cell)), np.int32)
     table[rank, cells] = triangle
     return table
-
-
-def _touch(corners: np.ndarray, low: np.ndarray, cell: float) -> np.ndarray:
-    """Whether triangles touch squares: whether no side of the triangle separates them.
-
-    :param corners: counterclockwise triangles, (n, 3, 2).
-    :param low: lower left corners of squares, (n, 2).
-    :param cell: the length of a square.
-    """
-    sides = np.roll(corners, -1, 1) - corners
-    inward = np.stack([-sides[..., 1], sides[..., 0]], -1)
-    # The innermost corner of the square.
-    furthest = low[:, None] + cell * (inward > 0)
-    distance = ((furthest - corners) * inward).sum(-1)
-    tolerance = 1e-3 * cell * np.linalg.norm(inward, axis=-1)
-    return (distance >= -tolerance).all(1)
 
 
 def _rings(boundary: Any) -> list[np.ndarray]:
