@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from scipy.special import softmax
+from scipy.special import logsumexp, softmax
 
 
 class Psis(NamedTuple):
@@ -120,12 +120,7 @@ def _generalised_pareto(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def log_mean_exp(x: np.ndarray, axis: int | None = None) -> Any:
     """Return the logarithm of the mean of exponentials."""
-    largest = np.max(x, axis=axis, keepdims=True)
-    largest = np.where(np.isfinite(largest), largest, 0)
-    with np.errstate(divide="ignore"):  # for weights that are all zero
-        total = np.log(np.mean(np.exp(x - largest), axis=axis))
-    total = total + np.squeeze(largest, axis)
-    return total if np.ndim(total) else float(total)
+    return logsumexp(x, axis) - np.log(x.size if axis is None else x.shape[axis])
 
 
 def varying(values: np.ndarray) -> np.ndarray:

@@ -116,7 +116,7 @@ class Weighted:
     @property
     def log_evidence(self) -> float:
         """Logarithm of the mean ratio; NaN if it estimates no evidence."""
-        return log_mean_exp(self.log_ratios) if self.normalised else np.nan
+        return float(log_mean_exp(self.log_ratios)) if self.normalised else np.nan
 
     @property
     def log_evidence_error(self) -> float:

@@ -104,6 +104,8 @@ def warn_of_reach(
 def _diagnosis(conditional: Conditional) -> str | None:
     """Return the problem of a process; ``None`` if its prior is not the prior of the
     model (the posterior of a stream explains little because it is narrow)."""
+    from scipy.spatial.distance import cdist
+
     gp, X = conditional.gp, _some_rows(conditional)
     explained, _ = _seen(gp.kernel, gp.inducing, gp.jitter, X)
     share = float((np.asarray(explained) < LEAST_EXPLAINED).mean())
@@ -112,11 +114,10 @@ def _diagnosis(conditional: Conditional) -> str | None:
     rows = np.asarray(X, float).reshape(len(X), -1)
     Z = np.asarray(gp.inducing, float)
     inducing = Z[0] if Z.ndim == 3 else Z.reshape(len(Z), -1)
-    nearest = np.median(_nearest(rows, inducing))
-    scaled = [
-        np.median(_nearest(rows / scale, inducing / scale))
-        for scale in _lengthscales(gp.kernel)
-    ]
+    nearest, *scaled = (
+        np.median(cdist(rows / scale, inducing / scale).min(1))
+        for scale in (1, *_lengthscales(gp.kernel))
+    )
     lengthscales = f" ({min(scaled):.2g} lengthscales)" if scaled else ""
     return (
         f'GaussianProcess("{gp.name}"): for {share:.0%} of its function values the '
@@ -152,14 +153,6 @@ def _cause(gp: GaussianProcess, rows: np.ndarray, inducing: np.ndarray) -> str:
         "the lengthscale is too short for these inputs, whose standard deviation is "
         f"{spreads[0]:.2g}"
     )
-
-
-def _nearest(rows: np.ndarray, inducing: np.ndarray) -> np.ndarray:
-    """Return distances to the nearest inducing input."""
-    centre = inducing.mean(0)
-    rows, inducing = rows - centre, inducing - centre
-    squared = np.square(rows).sum(1)[:, None] + np.square(inducing).sum(1)
-    return np.sqrt(np.maximum(squared - 2 * rows @ inducing.T, 0).min(1))
 
 
 def _extreme(conditional: Conditional, least: float) -> str | None:
@@ -221,10 +214,13 @@ def _is_known(conditional: Conditional, mean: Array | None) -> bool:
 
 
 def _stuck(conditional: Conditional, extreme: str) -> str:
+    from scipy.spatial.distance import pdist
+
     X = np.asarray(_some_rows(conditional), float)
     rows, gp = X.reshape(len(X), -1), conditional.gp
-    typical = _typical(rows)
-    scaled = [_typical(rows / scale) for scale in _lengthscales(gp.kernel)]
+    typical, *scaled = (
+        np.median(pdist(rows / scale)) for scale in (1, *_lengthscales(gp.kernel))
+    )
     lengthscales = f" ({min(scaled):.2g} lengthscales)" if scaled else ""
     return (
         f'GaussianProcess("{gp.name}"): {extreme}, both at the start and at the end of '
@@ -234,12 +230,6 @@ def _stuck(conditional: Conditional, extreme: str) -> str:
         "Standardise the columns of X, or start from a lengthscale of the size of "
         "these distances"
     )
-
-
-def _typical(rows: np.ndarray) -> float:
-    """Return the median distance of two rows."""
-    apart = [np.linalg.norm(rows - row, axis=1) for row in rows]
-    return float(np.median(np.stack(apart)[np.triu_indices(len(rows), 1)]))
 
 
 def _some_rows(conditional: Conditional) -> Array:
