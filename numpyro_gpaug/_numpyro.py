@@ -309,6 +309,15 @@ class whole_plates(Messenger):
             msg["value"] = jax.numpy.arange(size)
 
 
+class unscaled(Messenger):
+    """Remove the scales of all sites: NumPyro's ``get_dependencies`` compares those of
+    one call and the next, which fails for arrays."""
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        msg["scale"] = None
+        msg.pop("plate_to_scale", None)
+
+
 class weighted_plates(Messenger):
     """Give observations in plates a weight, so that a batch represents all data.
 

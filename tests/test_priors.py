@@ -121,6 +121,16 @@ def test_a_guide_has_the_prior_of_what_it_does_not_fix() -> None:
     assert "prior" not in tree.children  # no draws from an improper prior
 
 
+def test_weighted_data_may_be_read_twice() -> None:
+    def model(weight):
+        level = numpyro.sample("level", dist.Normal(0, 1))
+        with numpyro.plate("data", 3), numpyro.handlers.scale(scale=weight):
+            numpyro.sample("y", dist.Normal(level, 1), obs=jnp.zeros(3))
+
+    given = Arguments.split((np.arange(1.0, 4.0),), {})
+    assert top_level(model, given) == top_level(model, given) == ("level",)
+
+
 def test_numbers_behind_a_process_have_no_prior_of_the_user() -> None:
     def model(X):
         lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0, 1))

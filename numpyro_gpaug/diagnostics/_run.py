@@ -21,7 +21,12 @@ from numpyro.distributions import BinomialLogits, BinomialProbs, Distribution, U
 from numpyro.distributions.batch_util import promote_batch_shape
 from numpyro.infer.inspect import get_dependencies
 
-from numpyro_gpaug._numpyro import is_scanned, residual_policy, whole_plates
+from numpyro_gpaug._numpyro import (
+    is_scanned,
+    residual_policy,
+    unscaled,
+    whole_plates,
+)
 from numpyro_gpaug.gaussians.base import selected as _selected
 from numpyro_gpaug.gp.conditional import Conditional
 from numpyro_gpaug.likelihoods.expectations import (
@@ -149,7 +154,7 @@ def top_level(model: Model, arguments: Arguments) -> tuple[str, ...]:
     :param arguments: its arguments.
     """
     args, kwargs = arguments.merge()
-    found = get_dependencies(model, args, kwargs)["prior_dependencies"]
+    found = get_dependencies(unscaled(model), args, kwargs)["prior_dependencies"]
     return tuple(name for name, sources in found.items() if sources.keys() == {name})
 
 
