@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gibbs sampling by augmentation of all Gaussian latents of a model, jointly."""
 
+import pickle
 from functools import partial
 
 import jax
@@ -10,6 +11,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from numpyro import handlers
+from numpyro.infer import MCMC
 from numpyro.infer.gibbs import GIBBS_SITES_KWARG, conditioned
 
 import numpyro_gpaug as gpaug
@@ -120,6 +122,18 @@ def test_a_step_with_gaussian_noise_is_a_draw_of_the_posterior(
     assert np.abs((found.mean(0) - mean) / sd).max() < 5 / np.sqrt(count)
     apart = np.abs(np.cov(found.T) - cover) / np.outer(sd, sd)
     assert apart.max() < 6 * np.sqrt(2 / count)
+
+
+def test_runs_are_pickled_and_go_on() -> None:
+    mcmc = MCMC(
+        gpaug.AugmentedGaussian(mixed), num_warmup=1, num_samples=2, progress_bar=False
+    )
+    mcmc.run(KEY, X, GROUP, LABELS, likelihood=logistic)
+    again = pickle.loads(pickle.dumps(mcmc))
+    for each in (mcmc, again):
+        each.post_warmup_state = each.last_state
+        each.run(KEY, X, GROUP, LABELS, likelihood=logistic)
+    jax.tree.map(np.testing.assert_array_equal, again.get_samples(), mcmc.get_samples())
 
 
 @pytest.mark.parametrize(("model", "t"), [(walk, TIME), slow(subjects, SUBJECT)])

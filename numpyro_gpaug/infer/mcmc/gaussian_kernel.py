@@ -62,6 +62,11 @@ class GaussianKernel(MCMCKernel):
         # MCMC reads it to find out whether the kernel is initialised.
         self._sample_fn: Callable[..., Any] | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A run of MCMC is pickled with its kernel, and programs cannot be: the next run
+        # makes them again.
+        return {**self.__dict__, "_compiled": None, "_sample_fn": None}
+
     @property
     def model(self) -> Callable[..., Any]:
         """The model, conditioned on the sites of other blocks inside ``Gibbs``."""
