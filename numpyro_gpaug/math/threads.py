@@ -23,39 +23,31 @@ class _OneThread:
 
     def __init__(self) -> None:
         self._lock, self._inside = threading.Lock(), 0
-        self._before: list[tuple[Any, int]] = []
+        self._limit: Any = None
 
     def __enter__(self) -> None:
         with self._lock:
             if not self._inside:
-                # Not threadpoolctl's ``limit``, which examines all libraries: that is
-                # noticeable in a fit of a millisecond.
-                self._before = [(pool, pool.num_threads) for pool in _pools()]
-                for pool, number in self._before:
-                    if number != 1:
-                        pool.set_num_threads(1)
+                self._limit = _blas().limit(limits=1)
             self._inside += 1
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self._inside -= 1
             if not self._inside:
-                for pool, number in self._before:
-                    if number != 1:
-                        pool.set_num_threads(number)
+                self._limit.restore_original_limits()
 
 
 _one_thread = _OneThread()
 
 
 @cache
-def _pools() -> list[Any]:
-    # JAX calls the BLAS of SciPy. Pools are searched once, among the libraries that are
+def _blas() -> ThreadpoolController:
+    # JAX calls the BLAS of SciPy. Libraries are searched once, among those that are
     # loaded.
     import scipy.linalg  # noqa: F401
 
-    found = ThreadpoolController().lib_controllers
-    return [pool for pool in found if pool.user_api == "blas"]
+    return ThreadpoolController().select(user_api="blas")
 
 
 @contextmanager

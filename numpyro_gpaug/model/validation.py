@@ -4,7 +4,6 @@ bound that is not finite. Every error names the argument and its shape."""
 
 from __future__ import annotations
 
-import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterable
@@ -27,8 +26,6 @@ from numpyro_gpaug.model.latents import Structure
 from numpyro_gpaug.model.sources import Sources, sources
 from numpyro_gpaug.model.structure import Trace, flat_functions, run_model
 
-# Kinds of parameters that may be passed by name.
-_BY_NAME = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 # All integers below this are float32 numbers.
 _LARGE = 2**24
 
@@ -159,11 +156,6 @@ def _named(
         signature = signature_of(model)
     except ValueError:
         return {**{f"argument {i}": a for i, a in enumerate(args)}, **kwargs}
-    parameters = signature.parameters
-    if not args and kwargs.keys() <= parameters.keys():
-        plain = [p for p in parameters.values() if p.name in kwargs]
-        if all(p.kind in _BY_NAME for p in plain):  # faster than bind
-            return {p.name: kwargs[p.name] for p in plain}
     try:
         return dict(signature.bind_partial(*args, **kwargs).arguments)
     except TypeError as error:
