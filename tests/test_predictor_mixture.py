@@ -169,6 +169,17 @@ def test_moments_that_a_distribution_does_not_know(name: str) -> None:
         getattr(mixture, name)
 
 
+def test_angles_have_circular_moments() -> None:
+    def of(z: Any) -> dist.Distribution:
+        return dist.VonMises(3 + 0.6 * z[0], 4.0)
+
+    mixture = over_nodes(of, 1)
+    points = np.exp(1j * np.asarray(mixture.sample(jax.random.key(0), (20_000,))))
+    resultant = points.mean(0)
+    np.testing.assert_allclose(mixture.mean, np.angle(resultant), atol=0.03)
+    np.testing.assert_allclose(mixture.variance, 1 - abs(resultant), atol=0.01)
+
+
 def test_weights_that_differ_between_data() -> None:
     loc, weights = (
         jnp.arange(6.0).reshape(2, 3),

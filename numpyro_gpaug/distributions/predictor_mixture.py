@@ -216,15 +216,28 @@ class PredictorMixture(Distribution):
     @property
     @_one_program
     def mean(self) -> Array:
+        """The mean; of angles, its direction."""
+        if self.support is constraints.circular:
+            return jnp.angle(self._resultant)
         return self._average(self._moment("mean"), self.event_dim)
 
     @property
     @_one_program
     def variance(self) -> Array:
+        """The variance; of angles, the circular one, as in NumPyro."""
+        if self.support is constraints.circular:
+            return 1 - jnp.abs(self._resultant)
         means, dims = self._moment("mean"), self.event_dim
         within = self._average(self._moment("variance"), dims)
         apart = jnp.square(means - self._average(means, dims))
         return within + self._average(apart, dims)
+
+    @property
+    def _resultant(self) -> Array:
+        """The mean of angles as points of the unit circle, complex."""
+        lengths, angles = 1 - self._moment("variance"), self._moment("mean")
+        mean = self._average(lengths * jnp.cos(angles))
+        return lax.complex(mean, self._average(lengths * jnp.sin(angles)))
 
     def log_prob(self, value: Array) -> Array:
         return self._where_needed("_log_density", value)
