@@ -14,6 +14,7 @@ import pytest
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.infer.nested.collapse import of_points
+from numpyro_gpaug.predict.mixture import MIXED, WithoutData
 from tests.conftest import slow
 from tests.problems import unfitted
 
@@ -155,6 +156,22 @@ def test_hyperparameters_follow_their_posterior_without_the_group(likelihood, y)
         # The tolerance covers the Monte Carlo error, and the Gaussian approximation for
         # counts.
         np.testing.assert_allclose(density[left], without[left], atol=0.1)
+
+
+@pytest.mark.parametrize("log_weight", [-20.0, -2.0])
+def test_members_without_an_answer_are_dropped_if_they_weigh_little(log_weight) -> None:
+    loc = jnp.array([[0.0, 1.0], [2.0, 3.0], [jnp.nan, 0.0]])
+    worth = jnp.array([[-1.0, -1.0], [-1.0, -3.0], [jnp.nan, -1.0]])
+    answers = WithoutData(
+        dist.Normal(loc, jnp.ones((3, 2)), validate_args=False), worth
+    )
+    found = MIXED["left_out"](answers, jnp.array([0.0, 0.0, log_weight]))
+    mean = found.distribution.mean
+    if log_weight == -2:
+        assert np.isnan(mean).any()
+        return
+    share = 1 / (1 + np.exp(-2))
+    np.testing.assert_allclose(mean, [1, 3 * share + 1 - share], atol=1e-6)
 
 
 def test_weights_leave_out_copies_and_events_are_left_out_by_entry() -> None:

@@ -14,7 +14,7 @@ from jax import Array, lax, random
 from numpyro.distributions import Distribution
 
 from numpyro_gpaug._numpyro import Ordered
-from numpyro_gpaug.distributions.predictor_mixture import PredictorMixture
+from numpyro_gpaug.distributions.predictor_mixture import NEGLIGIBLE, PredictorMixture
 from numpyro_gpaug.gaussians.dense import Moments
 from numpyro_gpaug.gp.markov import is_times
 from numpyro_gpaug.guides.base import ProcessGuide
@@ -233,11 +233,25 @@ def _draws(
 
 def _left_out(answers: WithoutData, log_weights: Array, **how: Any) -> WithoutData:
     """Weigh the members by the posterior of the hyperparameters given the other data:
-    it is that given all data, divided by the density of what is left out."""
-    each = _aligned(log_weights, answers.worth) - answers.worth
+    it is that given all data, divided by the density of what is left out.
+
+    The Gaussian of a member in the far tails may be known too roughly to leave data out
+    (NaN). It is dropped if its share is negligible with the lowest density of others.
+    """
+    leaves, worth = jax.tree.leaves(answers), answers.worth
+    nan = [jnp.isnan(x).reshape(len(x), -1).any(1) for x in leaves]
+    broken = _aligned(jnp.stack(nan).any(0), worth)
+    each = _aligned(log_weights, worth)
+    most = jax.nn.softmax(each - jnp.where(broken, jnp.nanmin(worth, 0), worth), 0)
+    few = jnp.where(broken, most, 0).sum(0).max() < NEGLIGIBLE
+    each = jnp.where(broken & few, -jnp.inf, each - worth)
     each = jax.nn.log_softmax(each, 0)
+    known = jnp.argmax(each.reshape(len(each), -1)[:, 0])
+    distribution = jax.tree.map(
+        lambda x: jnp.where(few & jnp.isnan(x), x[known], x), answers.distribution
+    )
     size = 1 / jnp.exp(2 * each).sum(0)
-    return WithoutData(_observations(answers.distribution, each), size)
+    return WithoutData(_observations(distribution, each), size)
 
 
 def _averages(answers: Array, log_weights: Array, **how: Any) -> Array:
