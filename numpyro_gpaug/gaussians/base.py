@@ -54,7 +54,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import jax
@@ -299,16 +299,8 @@ def log_density(prior: StructurePrior, z: Array) -> Array:
 
 def no_moments(natural: Any) -> Any:
     """Return zeros in the shapes of the moments of natural parameters."""
-    leaves, treedef = jax.tree.flatten(natural)
-    shapes = _moments_of(treedef, tuple((x.shape, str(x.dtype)) for x in leaves))
+    shapes = jax.eval_shape(lambda natural: natural.moments(), natural)
     return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-
-
-@lru_cache(maxsize=16)
-def _moments_of(treedef: Any, leaves: tuple[Any, ...]) -> Any:
-    """Return the shapes of moments, which a trace of a factorisation finds."""
-    natural = treedef.unflatten([jax.ShapeDtypeStruct(*x) for x in leaves])
-    return jax.eval_shape(lambda natural: natural.moments(), natural)
 
 
 def drawn_white(prior: StructurePrior, q: Any, noise: Array) -> Array | None:
