@@ -87,10 +87,12 @@ def test_notebooks_go_from_a_prior_to_a_decision() -> None:
     for page in pages:
         text = page.read_text()
         for part in (
-            "before any data", "reproduce the data", "diagnostics.compare(",
-            "{nb-download}", "{download}", "plt.",
+            "before any data", "reproduce the data", "{nb-download}", "{download}",
+            "plt.",
         ):  # fmt: skip
             assert part in text, f"{page.name}: {part}"
+        # Later data judge a forecast.
+        assert "diagnostics.compare(" in text or "## Forecast" in text, page.name
         assert re.search("^## .*[Dd]ecide", text, re.M), page.name
         assert f"]({page.name})" in index, page.name
 
