@@ -154,6 +154,27 @@ def test_draws_between_the_times_of_data_have_the_posterior_moments():
     np.testing.assert_allclose(np.cov(draws.T), joint.variance, atol=0.05)
 
 
+def test_densities_of_a_fit_at_very_short_steps():
+    """Guide and model differ by the evidence at every draw."""
+
+    def model(t, y=None):
+        f = gpaug.GaussianProcess("f", kernels.Matern52(8.0), markov=True)(t)
+        with numpyro.plate("data", len(t)):
+            numpyro.sample("y", dist.Normal(f, 0.3), obs=y)
+
+    t = np.arange(300, dtype=np.float32) / 50
+    y = np.sin(t) + np.float32(0.3) * rng.normal(size=300).astype(np.float32)
+    guide = gpaug.AutoLatentGaussian(model)
+    svi = gpaug.ConjugateSVI(model, guide)
+    result = svi.run(jax.random.key(0), 3, t, y, progress_bar=False)
+    tree = gpaug.diagnostics.to_datatree(
+        jax.random.key(1), model, guide, result.params, t, y, num_samples=100
+    )
+    stats = tree["sample_stats"]
+    difference = stats["log_p"].values - stats["log_q"].values
+    np.testing.assert_allclose(difference, -result.losses[-1], atol=0.2)
+
+
 def sensors(t, u, y=None, z=None):
     """Two sensors, each with its own times, and a common level."""
     level = numpyro.sample("level", dist.Normal(0, 1))

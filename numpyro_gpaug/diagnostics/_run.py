@@ -42,7 +42,7 @@ from numpyro_gpaug.math.compiling import jit
 from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.closures import watched
 from numpyro_gpaug.model.expectation import of_site, scaled_sum
-from numpyro_gpaug.model.inspect import inspect_model
+from numpyro_gpaug.model.inspect import structure_of
 from numpyro_gpaug.model.latents import Structure
 from numpyro_gpaug.model.structure import (
     Observed,
@@ -51,6 +51,7 @@ from numpyro_gpaug.model.structure import (
     is_improper,
     run_model,
 )
+from numpyro_gpaug.model.survey import Survey
 from numpyro_gpaug.model.view import NUM_NODES, ModelView
 
 
@@ -359,25 +360,17 @@ _CACHE: dict[Any, Programs] = {}
 _MAX_PROGRAMS = 8
 
 
-def programs_for(
-    model: Model,
-    guide: Model,
-    arguments: Arguments,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Programs:
+def programs_for(model: Model, guide: Model, arguments: Arguments) -> Programs:
     """Return compiled programs, with a cache for the last few models and guides.
 
     :param model: the model.
     :param guide: its guide.
     :param arguments: the model's arguments.
-    :param args: the positional arguments as passed.
-    :param kwargs: the keyword arguments as passed.
     """
 
     def made() -> Programs:
         whole: Any = whole_plates(model)
-        structure = inspect_model(whole, *args, **kwargs)
+        structure = structure_of(Survey(whole, arguments))
         return Programs(whole, guide, structure, arguments)
 
     key = model, guide, arguments.shapes, watched(model).version()

@@ -305,7 +305,7 @@ def to_datatree(
     arguments = Arguments.split(args, kwargs)
     # Changes that the model itself makes do not count.
     with watched(model).running():
-        programs = programs_for(model, guide, arguments, args, kwargs)
+        programs = programs_for(model, guide, arguments)
         guide_key, model_key, prior_key = random.split(key, 3)
         latents, log_q = programs.draw(
             arguments, params, random.split(guide_key, num_samples)

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
-
 import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
@@ -91,44 +89,6 @@ class BlockGaussian(dist.Distribution):
     @property
     def variance(self) -> Array:
         return jnp.square(self.moments().whitener).sum(-2)
-
-
-class StructuredGaussian(dist.Distribution):
-    """A multivariate normal in natural parameters, of any structure
-    (:mod:`numpyro_gpaug.gaussians`).
-
-    :param natural: potential and precision, each with a leading axis of 1; the event
-        has none.
-    """
-
-    arg_constraints: ClassVar[dict[str, Any]] = {}
-    pytree_data_fields = ("natural",)
-
-    def __init__(self, natural: Any) -> None:
-        self.natural = natural
-        super().__init__((), natural.potential.shape[1:])
-
-    @property
-    def support(self) -> constraints.Constraint:
-        return constraints.real_vector
-
-    @precise
-    def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
-        q = self.natural.moments()
-        eps = random.normal(key, (*sample_shape, 1, q.rank), q.mean.dtype)
-        return q.mean[0] + q.unwhiten(eps)[..., 0, :]
-
-    @precise
-    def log_prob(self, value: Array) -> Array:
-        q = self.natural.moments()
-        white = q.whiten((value - q.mean[0])[..., None, :])
-        quadratic = jnp.square(white).sum((-2, -1))
-        constant = jnp.asarray(q.rank * np.log(2 * np.pi), value.dtype)
-        return -0.5 * (quadratic + q.log_det[0] + constant)
-
-    @property
-    def mean(self) -> Array:
-        return self.natural.moments().mean[0]
 
 
 @kl_divergence.register(BlockGaussian, dist.Independent)

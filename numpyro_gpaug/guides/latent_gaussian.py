@@ -15,9 +15,9 @@ import numpyro.distributions as dist
 from jax import Array, random
 from numpyro import handlers
 
-from numpyro_gpaug.distributions.gaussian import BlockGaussian, StructuredGaussian
+from numpyro_gpaug.distributions.gaussian import BlockGaussian
 from numpyro_gpaug.gaussians import STRUCTURES, natural_from
-from numpyro_gpaug.gaussians.base import GaussianFactors, times
+from numpyro_gpaug.gaussians.base import GaussianFactors, drawn_white, times
 from numpyro_gpaug.gaussians.dense import Moments
 from numpyro_gpaug.gaussians.pairs import PairedMap
 from numpyro_gpaug.guides.base import ConjugateGuide, Own
@@ -26,6 +26,7 @@ from numpyro_gpaug.guides.sparse_gp import NATURAL, with_latent_axis
 from numpyro_gpaug.math.arrays import is_traced
 from numpyro_gpaug.math.compiling import jit_for_few_runs
 from numpyro_gpaug.math.linalg import precise
+from numpyro_gpaug.math.recurrences import log_volume_along
 from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.costs import FIT, WHITE
 from numpyro_gpaug.model.forms import refuse_large
@@ -276,15 +277,26 @@ class AutoLatentGaussian(ConjugateGuide):
         arguments = Arguments.split(args, kwargs)
         structure: Any = self.structure_at(arguments)
         values = self.draw_others(*args, **kwargs)
-        auxiliary = {"is_auxiliary": True}
-        flat = numpyro.sample(f"_{JOINT}", self._gaussian(), infer=auxiliary)
-        links = self.view(structure, self.model, arguments, values, random.key(0)).links
+        view = self.view(structure, self.model, arguments, values, random.key(0))
+        q = self._moments()
+        standard = dist.Normal(jnp.zeros(q.rank, structure.dtype), 1).to_event(1)
+        infer = {"is_auxiliary": True}
+        noise = numpyro.sample(f"_{JOINT}", standard, infer=infer)[None]
+        flat, white = (
+            q.mean[0] + q.unwhiten(noise)[0],
+            drawn_white(view.prior, q, noise),
+        )
         if structure.basis is not None:
             # Params from before the rotation have none.
             eye = jnp.eye(structure.size, dtype=structure.dtype)
             flat = numpyro.param(_BASIS, eye) @ flat
             structure = structure.unturned
-        white = structure.unlinked(structure.split(flat), links)
+        if white is None:
+            white = structure.unlinked(structure.split(flat), view.links)
+        else:
+            white = structure.split(white[0])
+        # From the noise to the standard normal variables of the prior.
+        log_volume = q.log_det[0] / 2 + log_volume_along(view.links)
         model = whitened(self.model, white, structure.fields)
         filled = handlers.substitute(model, data=values)
         with handlers.block():
@@ -293,7 +305,7 @@ class AutoLatentGaussian(ConjugateGuide):
             value, fn = trace[site.name]["value"], trace[site.name]["fn"]
             # The density of the values is the density of the underlying standard normal
             # variables, multiplied by the ratio of both prior densities.
-            ratio = fn.log_prob(value).sum()
+            ratio = fn.log_prob(value).sum() - log_volume / len(structure.sites)
             if site.name in structure.fields:
                 own = field(fn)
                 assert own is not None
@@ -305,21 +317,21 @@ class AutoLatentGaussian(ConjugateGuide):
             values[site.name] = numpyro.sample(site.name, delta)
         return values
 
-    def _gaussian(self) -> dist.Distribution:
-        """Return the distribution of the whitened latents, at its params."""
+    def _moments(self) -> Any:
+        """Return the moments of the latents, at their params."""
         names, structure = self.own_params(), self.structure
         if not self.conjugate:
             zeros = jnp.zeros(structure.size, structure.dtype)
             scale = START * jnp.eye(structure.size, dtype=structure.dtype)
             pairs = zip(names, (zeros, scale), strict=True)
-            return _factored({name: numpyro.param(name, x) for name, x in pairs})
+            factored = _factored({name: numpyro.param(name, x) for name, x in pairs})
+            return with_latent_axis(factored.moments())
         leaves, treedef = jax.tree.flatten(self._prior)
         params = [
             numpyro.param(name, jnp.asarray(x[0]), constraint=NATURAL)
             for name, x in zip(names, leaves, strict=True)
         ]
-        natural = jax.tree.unflatten(treedef, [x[None] for x in params])
-        return StructuredGaussian(natural)
+        return jax.tree.unflatten(treedef, [x[None] for x in params]).moments()
 
     def _title(self) -> str:
         structure = self.structure

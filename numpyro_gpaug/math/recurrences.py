@@ -10,7 +10,7 @@ block to block, and their effect is added. A chain of T steps thus takes a few t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -170,6 +170,16 @@ def white_along(links: Array, along: Array) -> Array:
     link, whitener = split(links)
     noise = along - small.product(link, step_before(along))
     return noise if whitener is None else small.product(whitener, noise)
+
+
+def log_volume_along(links: Collection[Array]) -> Array:
+    """Return the logarithm of the factor by which :func:`white_along` changes volumes.
+
+    :param links: by chain, see :func:`split`.
+    """
+    given = [whitener for _, whitener in map(split, links) if whitener is not None]
+    diagonals = [jnp.diagonal(x, axis1=-2, axis2=-1) for x in given]
+    return sum((jnp.log(jnp.abs(x)).sum() for x in diagonals), jnp.zeros(()))
 
 
 def linked_along(links: Array, white: Array) -> Array:

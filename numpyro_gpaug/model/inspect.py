@@ -262,6 +262,15 @@ def inspect_model(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Struc
             "or NestedVI(model): AutoSparseGP and EllipticalSlice need inducing "
             "values. NestedVI, AugmentedGaussian and NUTS draw from its posterior"
         )
+    return structure_of(survey)
+
+
+def structure_of(survey: Survey) -> Structure:
+    """Return the structure of a surveyed model, in which the states of a chain are
+    latents like others: they determine its function values.
+
+    :param survey: the survey.
+    """
     for site in survey.uncalled:
         raise ValueError(
             f'GaussianProcess("{site.removesuffix(".v")}") is never called. '
@@ -269,12 +278,13 @@ def inspect_model(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Struc
         )
     survey.refuse(n for n in survey.latent if n.endswith("_unobserved"))
     found = Dependencies(survey)
-    weights = [b for b in survey.blocks if found.is_weight(b)]
-    processes = [b for b in survey.blocks if b.is_process]
+    every = [b for b in survey.blocks if b.name not in survey.chains]
+    weights = [b for b in every if found.is_weight(b)]
+    processes = [b for b in every if b.is_process]
     routes = [found.observed(n, (*processes, *weights)) for n in survey.observed]
     weights = [b for b in weights if found.in_closed_form(b.name, routes)]
     found.refuse_unsupported(tuple(survey.latent), bool(survey.observed))
-    blocks = tuple(b for b in survey.blocks if b.is_process or b in weights)
+    blocks = tuple(b for b in every if b.is_process or b in weights)
     owned = {b.site for b in blocks}
     others = tuple(n for n in survey.latent if n not in owned and not found.reached(n))
     if survey.observed:
