@@ -63,6 +63,19 @@ def test_draws_follow_the_probabilities(name: str) -> None:
     assert np.abs(np.corrcoef(draws.T) - np.eye(4)).max() < 0.035
 
 
+def test_memory_of_draws_does_not_grow_with_nodes_and_draws() -> None:
+    # The exponent in its transformation is no parameter that is known.
+    mixture = over_nodes(lambda z: dist.InverseGamma(6.0, jnp.exp(z[0])), 1)
+    assert mixture._constraints() is None
+    number = 20_000
+    program = jax.jit(lambda key: mixture.sample(key, (number,)))
+    compiled = program.lower(jax.random.key(0)).compile()
+    every_draw_at_every_node = number * 3 * len(mixture.weights) * 4
+    assert compiled.memory_analysis().temp_size_in_bytes < every_draw_at_every_node / 4
+    draws, mean = compiled(jax.random.key(0)), np.exp(0.5) / 5
+    np.testing.assert_allclose(draws.mean(0), mean, rtol=0.05)
+
+
 def over_nodes(of: Callable[[Any], dist.Distribution], dimensions: int) -> Any:
     """Return a mixture for three data."""
     x, weights = nodes(dimensions, jnp.zeros(0).dtype)

@@ -275,7 +275,7 @@ def test_fits_belong_to_a_mesh(always_sparse):
     # A mesh with the same nodes in another order, and one with other places.
     turned = gpaug.spatial.Mesh(mesh.nodes[::-1], mesh.size - 1 - mesh.triangles)
     wider = gpaug.spatial.Mesh(1.5 * mesh.nodes, mesh.triangles)
-    with pytest.raises(gpaug.NotConjugateError, match="mesh or points of the fit"):
+    with pytest.raises(gpaug.NotConjugateError, match="points or steps of the fit"):
         posterior.predict_f(PLACES, wider, site="s")
     structure = gpaug.AutoLatentGaussian(model).setup(PLACES, turned, COUNTS).structure
     with pytest.raises(ValueError, match="the model has another graph, mesh"):

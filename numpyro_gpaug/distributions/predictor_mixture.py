@@ -388,13 +388,15 @@ class PredictorMixture(Distribution):
         else:
             weights = jnp.log(self.weights)
             chosen = random.categorical(node_key, weights, 0, shape=shape)
-        known = self._constraints()
-        if known is None:
+        flat = chosen.reshape(-1, *self.batch_shape)
+        keys, known = random.split(key, len(flat)), self._constraints()
+
+        def picked(each: tuple[Array, Array]) -> Array:
+            key, chosen = each
             # Several data at different nodes may share a parameter.
-            chosen = chosen.reshape(shape + (1,) * self.event_dim)
-            draws = self._each(lambda d: d.sample(key, sample_shape))
-            return jnp.take_along_axis(draws, chosen[None], 0)[0]
-        grid = Grid(self.dimensions, self._moving, known, self.batch_shape)
+            chosen = chosen.reshape(1, *chosen.shape, *(1,) * self.event_dim)
+            at_nodes = self._each(lambda d: d.sample(key))
+            return jnp.take_along_axis(at_nodes, chosen, 0)[0]
 
         def draw(key: Array, chosen: Array) -> Array:
             if not self.dimensions:
@@ -405,8 +407,12 @@ class PredictorMixture(Distribution):
             z = random.normal(node_key, (self.dimensions, *chosen.shape), dtype)
             return self._with(grid.between(z, chosen // grid.size)).sample(key)
 
-        flat = chosen.reshape(-1, *self.batch_shape)
-        draws = jax.vmap(draw)(random.split(key, len(flat)), flat)
+        if known is None:
+            # One after another: each has an array over all nodes.
+            draws = lax.map(picked, (keys, flat))
+        else:
+            grid = Grid(self.dimensions, self._moving, known, self.batch_shape)
+            draws = jax.vmap(draw)(keys, flat)
         return draws.reshape(shape + self.event_shape)
 
     def _constraints(self) -> list[Any] | None:

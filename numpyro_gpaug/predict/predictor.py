@@ -594,7 +594,8 @@ class Predictor:
 
 _ELSEWHERE = (
     "the covariance of {0!r} differs from the fit, which does not determine its values "
-    "elsewhere. Pass the graph, mesh or points of the fit, or predict a process: "
+    "elsewhere. Pass the graph, mesh, points or steps of the fit, to which those "
+    "without data may belong, or predict a process: "
     'gpaug.GaussianProcess("{0}", kernel, inducing)(X) can be predicted at any X'
 ).format
 _OTHER_PRIOR = (
