@@ -79,9 +79,9 @@ def test_processes_and_guides_tell_their_parts():
     assert repr(guide).split("\n") == [
         "AutoSparseGP, covariance 'natural'",
         "  f         (8,)  process, 3 inducing inputs",
-        "  variance        hyperparameter, a point (AutoDelta)",
+        "  variance  ()    hyperparameter, a point (AutoDelta)",
         "  level           param, no prior",
-        "  y               observed, in closed form",
+        "  y         (8,)  observed, in closed form",
     ]
     assert "by L-BFGS" in repr(svi)
     assert "kept" in repr(gpaug.ConjugateSVI(model, guide, None))

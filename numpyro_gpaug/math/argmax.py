@@ -51,8 +51,10 @@ class _Rule(NamedTuple):
     above: float
 
 
+# The number of nodes in float32.
+NODES = 96
 _RULES = {
-    "float32": _Rule(96, math.log(1e-6), -4.753424, 5.5),
+    "float32": _Rule(NODES, math.log(1e-6), -4.753424, 5.5),
     "float64": _Rule(160, math.log(1e-10), -6.361341, 6.7),
 }
 

@@ -7,7 +7,7 @@ from math import inf, prod
 from typing import NamedTuple
 
 from numpyro_gpaug.likelihoods.expectations import Route
-from numpyro_gpaug.math import correlated_softmax
+from numpyro_gpaug.math import argmax, correlated_softmax
 from numpyro_gpaug.math.expectation import NODES
 from numpyro_gpaug.model.latents import Structure
 
@@ -106,7 +106,9 @@ def densities(structure: Structure) -> int:
     shapes, total = dict(structure.shapes), 0
     for site in structure.observed:
         number = max(len(site.predictors), 1)
+        own = [b.shape[0] for b in structure.processes if b.name in site.processes]
         nodes = {
+            Route.CLOSED_FORM: sum(own) * argmax.NODES if site.vector else 0,
             Route.GAUSS_HERMITE: NODES.get(number, 1) ** number,
             Route.CORRELATED: correlated_softmax.NODES,
         }

@@ -182,8 +182,9 @@ class Dependencies:
         states = self._parameters(name)
         sources = tuple(tuple(b for b in reached if b in states[k]) for k in latents)
         return Observed(
-            name, latents, sources, route, processes, augmented, log_concave, reason
-        )
+            name, latents, sources, route, processes, augmented, log_concave, reason,
+            vector=self.joint[name],
+        )  # fmt: skip
 
     def _refuse_correlated(
         self, name: str, processes: tuple[str, ...], route: Route
@@ -301,6 +302,7 @@ def structure_of(survey: Survey) -> Structure:
         constraints=survey.constraints,
         process_names=tuple(b.name for b in blocks if b.is_process),
         gaussian_others=tuple(n for n in others if n in gaussian),
+        shapes=tuple(survey.shapes.items()),
     )
 
 
@@ -332,7 +334,10 @@ def structure_at(
     if not structure.joint:
         _check_classes(structure, survey)
         functions = {k: survey.functions[k] for k in structure.process_names}
-        return replace(structure, plates=survey.plates, functions=functions)
+        shapes = tuple(survey.shapes.items())
+        return replace(
+            structure, plates=survey.plates, functions=functions, shapes=shapes
+        )
     local = {s.name: s.local for s in structure.sites}
     shape = {s.name: s.shape for s in survey.candidates}
     shape |= {k: survey.fields[k].shape for k in structure.fields if k in survey.fields}

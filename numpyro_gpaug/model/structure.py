@@ -70,6 +70,7 @@ class Observed(NamedTuple):
         :mod:`~numpyro_gpaug.model.correlated_data`. 0 for other likelihoods.
     :param columns: the axis along which one array contains both predictors of a datum.
     :param indexed: whether indices in the data pair the entries of two predictors.
+    :param vector: whether a parameter of each datum has several latents, as classes.
     """
 
     name: str
@@ -84,6 +85,7 @@ class Observed(NamedTuple):
     correlated: int = 0
     columns: int | None = None
     indexed: bool = False
+    vector: bool = False
 
     @property
     def predictors(self) -> tuple[str, ...]:
