@@ -17,6 +17,7 @@ from scipy.linalg import block_diag
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.gaussians import Chain, Dense, Layout, Sparse
+from numpyro_gpaug.gaussians.rows import Rows
 from numpyro_gpaug.infer.nested import group_draws
 from numpyro_gpaug.infer.vi.checks import check_basis
 from numpyro_gpaug.math.sparse_cholesky import with_sums
@@ -522,3 +523,19 @@ def test_a_long_curve(dtype, least):
     assert float(found) == pytest.approx(exact(0.7), abs=0.01 if single else 1e-7)
     expected = (exact(0.701) - exact(0.699)) / 0.002
     assert float(slope) == pytest.approx(expected, abs=0.2 if single else 1e-3)
+
+
+def test_sums_over_many_equal_rows():
+    """The weight of a level is that of all rows, of which the nodes leave little."""
+    i, j = np.nonzero(np.tril(lattice(3)))
+    structure = Sparse(
+        Layout(9, 1, 1), Pattern.of(9, i, j), np.zeros(9, np.int32).tobytes()
+    )
+    number, weight = 1_000_000, np.float32(1.5624)
+    ones, place = jnp.ones((number, 1)), jnp.arange(number)[:, None] % 9
+    rows = Rows(jnp.zeros((number, 0)), jnp.zeros(number, int), ones, ones, place)
+    weights = jnp.full(number, weight)
+    found = structure.information(rows, weights, weights)
+    expected = number * float(weight)
+    np.testing.assert_allclose(found.corner[0, 0, 0], expected, rtol=1e-5)
+    np.testing.assert_allclose(found.potential[0, -1], expected, rtol=1e-5)

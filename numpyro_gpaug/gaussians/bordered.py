@@ -59,7 +59,7 @@ class Bordered:
             squares sum to the variances.
         """
         own, corner = jnp.split(projection[0], [len(self._across)])
-        rest = self.whitener[0] @ corner - self._across.T @ own
+        rest = self.whitener[0] @ corner - linalg.sum_of_products(self._across, own)
         shift = jnp.vecmat(self.mean, projection)
         return shift, (self.given_border.half(own)[None], rest[None])
 

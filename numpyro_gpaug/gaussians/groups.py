@@ -375,7 +375,8 @@ class Groups(Structure):
         groups = groups.at[group].add(potential[:, None] * own)
         others = jnp.zeros(layout.others - dense.shape[-1], own.dtype)
         others = others.at[place].add(potential[:, None] * value)
-        corner = jnp.concatenate([potential @ dense, others])
+        border = linalg.sum_of_products(potential[:, None], dense)[0]
+        corner = jnp.concatenate([border, others])
         products = self._products(rows, rows, precision)
         return self._added(layout.joined(groups, corner)[None], *products)
 

@@ -128,7 +128,7 @@ class IterativeMoments(_IterativeMoments, NodeMoments):
     def solve(self, b: Array) -> Array:
         """Return the product of the covariance with vectors (..., N + K)."""
         own, corner = self.structure.columns(b.reshape(-1, self.structure.size).T)
-        rest = self.whitener[0] @ corner - self.cross[0].T @ own
+        rest = self.whitener[0] @ corner - linalg.sum_of_products(self.cross[0], own)
         found = self.given_border.solve(own) - self.cross[0] @ rest
         return jnp.concatenate([found, self.whitener[0].T @ rest]).T.reshape(b.shape)
 
@@ -483,8 +483,10 @@ class Iterative(Sparse):
         columns = jnp.concatenate([own[:, None], border], -1)
         solved, left = reduced.solved(columns)
         first, gains = solved[:, 0], solved[:, 1:]
-        whitener = linalg.inverse_cholesky(natural.corner - (border.T @ gains)[None])
-        rest = whitener[0] @ (corner - border.T @ first) @ whitener[0]
+        # A level takes part in all levels of a side, and little of it remains.
+        explained = linalg.sum_of_products(border, solved)
+        whitener = linalg.inverse_cholesky(natural.corner - explained[None, :, 1:])
+        rest = whitener[0] @ (corner - explained[:, 0]) @ whitener[0]
         mean = jnp.concatenate([first - gains @ rest, rest])
 
         largest, dtype = reduced.largest(), entries.dtype

@@ -250,7 +250,7 @@ class SparseNatural(NamedTuple):
         own, corner = self.structure.columns(z[0][:, None])
         border = self.border[0]
         rows = self.structure.product(self.entries[0], own) + border @ corner
-        rest = border.T @ own + self.corner[0] @ corner
+        rest = linalg.sum_of_products(border, own) + self.corner[0] @ corner
         moved = jnp.concatenate([rows, rest])[:, 0]
         return self._replace(potential=self.potential + moved)
 
@@ -587,10 +587,12 @@ class Sparse(Structure):
         solved = nodes.drawn(nodes.half(jnp.concatenate([own, border], -1)))
         mean, gain = solved[:, 0], solved[:, 1:]
         rest = border - self.product(entries, gain)
-        explained = linalg.precise(lambda: border.T @ gain + gain.T @ rest)()
+        explained = linalg.sum_of_products(border, gain)
+        explained += linalg.sum_of_products(gain, rest)
         explained = (explained + explained.T) / 2
         whitener = linalg.inverse_cholesky(natural.corner - explained)
-        corner = whitener[0] @ (corner[:, 0] - gain.T @ own[:, 0])
+        corner -= linalg.sum_of_products(gain, own)
+        corner = whitener[0] @ corner[:, 0]
         cross = gain @ whitener[0].T
         mean = jnp.concatenate([mean - cross @ corner, corner @ whitener[0]])
         gram = free.T @ free
@@ -664,7 +666,8 @@ class Sparse(Structure):
         """
         pattern, dtype, (value, place) = self.pattern, potential.dtype, rows[-2:]
         own = jnp.zeros(self.nodes, dtype).at[place].add(potential[:, None] * value)
-        whole = jnp.concatenate([own, potential @ rows.dense])[None]
+        border = linalg.sum_of_products(potential[:, None], rows.dense)[0]
+        whole = jnp.concatenate([own, border])[None]
         weighted = precision[:, None] * value
         entries = jnp.zeros(len(pattern.rows), dtype)
         own = weighted * (value.sum(-1, keepdims=True) if self.sums else value)
@@ -677,7 +680,7 @@ class Sparse(Structure):
             entries = entries.at[there].add(product, mode="drop")
         border = jnp.zeros((self.nodes, self.layout.others), dtype)
         border = border.at[place].add(weighted[..., None] * rows.dense[:, None])
-        corner = (precision[:, None] * rows.dense).T @ rows.dense
+        corner = linalg.sum_of_products(precision[:, None] * rows.dense, rows.dense)
         return SparseNatural(whole, entries[None], border[None], corner[None], self)
 
     def coupling(self, left: Rows, right: Rows, cross: Array) -> Any:
@@ -702,7 +705,7 @@ class Sparse(Structure):
         for one, other in ((left, right), (right, left)) if self.sums else ():
             sums = cross[:, None] * one.value * other.value.sum(-1, keepdims=True)
             entries = entries.at[jnp.asarray(pattern.diagonal)[one.place]].add(sums)
-        half = (cross[:, None] * left.dense).T @ right.dense
+        half = linalg.sum_of_products(cross[:, None] * left.dense, right.dense)
         zeros = jnp.zeros((1, self.size), dtype)
         corner = (half + half.T)[None]
         return SparseNatural(zeros, entries[None], border[None], corner, self)
