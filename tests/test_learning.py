@@ -209,7 +209,7 @@ def test_noise_is_told_from_curvature(x64) -> None:
     for functions, cause in (({}, "wide priors"), ({"f": None}, "a rougher kernel")):
         structure = SimpleNamespace(functions=functions)
         with pytest.warns(UserWarning, match=f"up to 3 nats .*{cause}"):
-            quasi_newton.warn_of_noise(search, structure)
+            quasi_newton.warn_of_noise(search, structure, ended=False)
 
 
 def test_coordinates_with_small_gradients_move(x64) -> None:
@@ -229,14 +229,15 @@ def test_a_search_that_ends_on_a_slope_says_so() -> None:
     search = quasi_newton.start({"x": jnp.zeros(1)})
     search = search._replace(gradient=jnp.array([40.0]), exhausted=jnp.array(True))
     with pytest.warns(UserWarning, match="gradient promises about 10 nats"):
-        quasi_newton.warn_of_noise(search, None)
+        quasi_newton.warn_of_noise(search, None, ended=False)
     # The curvature of an earlier step says that the end is near.
     memory = search.memory
     steps, falls = memory.steps.at[0].set(0.1), memory.falls.at[0].set(4e3)
     near = search._replace(memory=memory._replace(steps=steps, falls=falls))
     going = search._replace(exhausted=jnp.array(False))
     for each in (near, going):
-        assert quasi_newton.promised_increase(each) < 0.1
+        assert quasi_newton.promised_increase(each, ended=False) < 0.1
+    assert quasi_newton.promised_increase(going, ended=True) == 10
 
 
 @pytest.mark.slow

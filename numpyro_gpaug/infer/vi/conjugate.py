@@ -506,11 +506,12 @@ class ConjugateSVI(RunsModel, NotPickled, instead=_UNPICKLED):
         # An interrupted run does not start again.
         turns = turns and progress.is_whole
         rounded = np.asarray(state.lost) > LOST
+        ended = progress.at_rest and bool(0 < stop.tol < MISSED)
         if plan.searches:
-            rounded |= promised_increase(state.hyper.optim_state) > MISSED
+            rounded |= promised_increase(state.hyper.optim_state, ended=ended) > MISSED
         if turns and rounded and self._turn(state, given):
             return None
-        self._warn(state, plan, given, start if init_state is None else None)
+        self._warn(state, plan, given, start if init_state is None else None, ended)
         # If all scales are fixed, the user has chosen them.
         rests = progress.at_rest and bool(plan.transforms)
         if given.batches is None and not plan.noisy and rests:
@@ -544,13 +545,15 @@ class ConjugateSVI(RunsModel, NotPickled, instead=_UNPICKLED):
         plan: Plan,
         given: RunArguments,
         start: Callable[[], ConjugateState] | None,
+        ended: bool,
     ) -> None:
         """Warn about properties of the fit that users should know.
 
         :param start: a function that returns the initial state, if none was given.
+        :param ended: whether the last steps did not raise the bound.
         """
         if plan.searches:
-            warn_of_noise(state.hyper.optim_state, plan.structure)
+            warn_of_noise(state.hyper.optim_state, plan.structure, ended=ended)
         warn_of_lost(state.lost, state.natural, plan.structure)
         if learns := plan.optim is not None:
             plan.warn_of_range(state.hyper.values)

@@ -409,11 +409,12 @@ def uncertainty(search: Search) -> float:
     return max(float(search.noise), float(search.unresolved))
 
 
-def promised_increase(search: Search) -> float:
-    """Return the increase in nats that the gradient promises at the end of a search,
-    although the bound rises along no direction; zero for other ends.
+def promised_increase(search: Search, *, ended: bool) -> float:
+    """Return the increase in nats that the gradient promises at the end of a search;
+    zero if the search has not ended.
 
     :param search: the state of the search.
+    :param ended: whether the last steps did not raise the bound.
     """
     # NumPy compiles nothing. Squares of float32 do not overflow in float64.
     memory = search.memory
@@ -426,20 +427,21 @@ def promised_increase(search: Search) -> float:
     length = float(np.linalg.norm(gradient))
     # The largest known curvature, or the longest step.
     size = length / max(steepest, length / LARGEST, 1e-30)
-    return 0.5 * length * size if bool(search.exhausted) else 0.0
+    return 0.5 * length * size if ended or bool(search.exhausted) else 0.0
 
 
-def warn_of_noise(search: Search, structure: Structure) -> None:
+def warn_of_noise(search: Search, structure: Structure, *, ended: bool) -> None:
     """Warn if differences of a nat are not resolved: near an optimum, L-BFGS then
     cannot find a direction.
 
     :param search: the state of the search.
     :param structure: the structure of the model.
+    :param ended: whether the last steps did not raise the bound.
     """
-    if (missed := promised_increase(search)) > MISSED:
+    if (missed := promised_increase(search, ended=ended)) > MISSED:
         warnings.warn(
             f"learning stopped although the gradient promises about {missed:.2g} nats, "
-            "because no step along it raised the bound: rounding hides the increase "
+            "because its last steps did not raise the bound: rounding hides the rise "
             "(data determine sums of latents far better than their priors do), or the "
             "bound has a kink. Use float64, jax.config.update('jax_enable_x64', True), "
             "centre the responses, or start from other values, init_params=",
