@@ -282,10 +282,8 @@ class AutoLatentGaussian(ConjugateGuide):
         standard = dist.Normal(jnp.zeros(q.rank, structure.dtype), 1).to_event(1)
         infer = {"is_auxiliary": True}
         noise = numpyro.sample(f"_{JOINT}", standard, infer=infer)[None]
-        flat, white = (
-            q.mean[0] + q.unwhiten(noise)[0],
-            drawn_white(view.prior, q, noise),
-        )
+        flat = q.mean[0] + q.unwhiten(noise)[0]
+        white = drawn_white(view.prior, q, noise)
         if structure.basis is not None:
             # Params from before the rotation have none.
             eye = jnp.eye(structure.size, dtype=structure.dtype)
