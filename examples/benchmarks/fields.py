@@ -11,7 +11,10 @@ rise, and derivatives there have an error of 1e-7.
 relative to the deviations, ``draws`` the largest of moments of 4000 draws, in Monte
 Carlo errors; ``times`` is how often an evaluation of bound and gradient fits into one
 of the dense model. ``areas``: Poisson counts with BYM2 on a planar graph, by
-``NestedVI``. ``lattice``: ICAR, and a proper autoregression, by ``ConjugateSVI``;
+``NestedVI``; beside pyLGM on the same data and priors, with an interpreter that has it:
+its seconds, the share of variance that is spatial (``mixing``, its own mean and ours),
+the largest difference of means of areas in posterior deviations (``apart``), or why it
+gave no result. ``lattice``: ICAR, and a proper autoregression, by ``ConjugateSVI``;
 ``log det`` is the relative error of log-determinants. ``mesh``: binomial counts and an
 SPDE, hyperparameters learnt (``ConjugateSVI``) and integrated; ``matern`` is the
 largest difference of covariances inside, relative to the variance. ``space-time``: an
@@ -19,7 +22,7 @@ autoregression in time of fields in space; ``evaluation`` is of the collapsed bo
 its gradient. ``coverage``: the share of true values in 90% intervals, fields and
 hyperparameters, of maps and series simulated from the prior::
 
-    python examples/benchmarks/fields.py --json fields.json
+    python examples/benchmarks/fields.py --json fields.json --pylgm /path/to/python
 
 Every case is a process of its own. Seconds are processor seconds: ``cold`` counts
 everything after imports, ``warm`` is a second run of the same shapes. ``MiB`` is the
@@ -31,6 +34,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -65,13 +70,52 @@ COLUMNS = {
     "case": "", "rows": "d", "nodes": "d", "cold": ".1f", "warm": ".1f",
     "evaluation": ".2f", "MiB": ".0f", "khat": ".2f", "certified": "", "points": "d",
     "log det": ".0e", "matern": ".3f", "coverage": ".3f", "error": ".3f",
-    "load": ".1f",
+    "pyLGM": ".1f", "apart": ".2f", "mixing": ".3f", "mixing of pyLGM": ".3f",
+    "refusal of pyLGM": "", "load": ".1f",
 }  # fmt: skip
 EQUAL = {
     "case": "", "dtype": "", "nodes": "d", "bound": ".0e", "slope": ".0e",
     "evidence": ".0e", "exact slope": ".0e", "mean": ".0e", "sd": ".0e",
     "draws": ".1f", "times": ".1f",
 }  # fmt: skip
+
+
+# The model of areas by pyLGM, in an interpreter that has it.
+PEER = """
+import json, math, sys, time
+import numpy as np, pandas as pd
+from pylgm import BYM2, Fixed, Hyperparameter, LGM, Poisson
+
+class HalfNormalScale:  # of the scale, as a density of the precision
+    def logpdf(self, precision):
+        return -0.5 / precision - 1.5 * math.log(precision)
+
+with np.load(sys.argv[1]) as file:
+    pairs, y = file["pairs"], file["y"]
+names = [f"{i:06d}" for i in range(len(y))]  # their order is alphabetical
+graph = {name: [] for name in names}
+for i, j in pairs:
+    graph[names[i]].append(names[j])
+scale = Hyperparameter("precision", 4.0, prior=HalfNormalScale())
+mixing = Hyperparameter("mixing", 0.5, transform="logit")
+areas = BYM2("areas", index="area", graph=graph, precision=scale, phi=mixing)
+frame = pd.DataFrame({"area": names, "time": 0, "y": y})
+model = LGM(
+    response="y", likelihood=Poisson(), panel=("area",), time="time",
+    predictor=Fixed("1", prior_precision=0.25) + areas,
+)
+start = time.process_time()
+try:
+    fit = model.fit(frame, engine="laplace", hyperparameters="integrate")
+except Exception as error:
+    cause = error.__cause__ or error
+    print(json.dumps({"refusal": f"{type(cause).__name__}: {cause}"}))
+else:
+    known = {k: float(m.mean[0]) for k, m in fit.hyperparameter_marginals().items()}
+    means = np.asarray(fit.latent_marginals("areas").mean)[: len(y)]
+    seconds = time.process_time() - start
+    print(json.dumps({"seconds": seconds, "means": means.tolist()} | known))
+"""
 
 
 def lattice(rows: int, columns: int) -> sparse.csr_array:
@@ -384,7 +428,9 @@ def seconds(function: Callable[[], Any]) -> float:
     return time.process_time() - start
 
 
-def nested_twice(model: Callable[..., Any], points: int, *args: Any) -> dict[str, Any]:
+def nested_twice(
+    model: Callable[..., Any], points: int, *args: Any
+) -> tuple[Any, dict[str, Any]]:
     """A run of ``NestedVI`` from nothing, and another."""
     nested = gpaug.NestedVI(model, num_points=points, progress_bar=False)
 
@@ -400,7 +446,7 @@ def nested_twice(model: Callable[..., Any], points: int, *args: Any) -> dict[str
         "error": float(extra["log_evidence_error"]),
         "evaluations": int(extra["evaluations"]), "parts": extra["seconds"],
     }  # fmt: skip
-    return found | {"warm": seconds(run)}
+    return nested, found | {"warm": seconds(run)}
 
 
 def learnt_twice(model: Callable[..., Any], *args: Any) -> tuple[Any, dict[str, Any]]:
@@ -437,9 +483,32 @@ def fit_areas(case: str, size: int) -> dict[str, Any]:
     wave = np.sin(6 * X[:, 0]) + np.cos(5 * X[:, 1])
     rate = np.exp(1 + 0.5 * wave + 0.3 * rng.normal(size=size))
     model = of_areas(lambda scale, share: gpaug.BYM2(adjacency, scale, share))
-    return {"rows": size, "nodes": 2 * size} | nested_twice(
-        model, 512, np.arange(size), rng.poisson(rate)
-    )
+    y = rng.poisson(rate)
+    nested, found = nested_twice(model, 512, np.arange(size), y)
+    return {"rows": size, "nodes": 2 * size} | found | beside_pylgm(nested, adjacency, y)
+
+
+def beside_pylgm(nested: Any, adjacency: Any, y: np.ndarray) -> dict[str, Any]:
+    """The same model by pyLGM in its own process; nothing without an interpreter."""
+    python = os.environ.get("GPAUG_PYLGM")
+    if python is None:
+        return {}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "areas.npz")
+        np.savez(path, pairs=np.stack(adjacency.nonzero(), -1), y=y)
+        done = subprocess.run(
+            [python, "-c", PEER, str(path)], capture_output=True, text=True, check=True
+        )
+    told = json.loads(done.stdout.strip().splitlines()[-1])
+    if "refusal" in told:
+        return {"refusal of pyLGM": told["refusal"]}
+    own = nested.posterior().summary().filter(like="effect[", axis=0)
+    apart = np.abs(own["mean"] - told["means"]) / own["sd"]
+    return {
+        "pyLGM": told["seconds"], "apart": float(apart.max()),
+        "mixing": float(nested.get_samples()["share"].mean()),
+        "mixing of pyLGM": told["mixing"],
+    }  # fmt: skip
 
 
 def fit_lattice(case: str, size: int) -> dict[str, Any]:
@@ -504,7 +573,7 @@ def fit_mesh(case: str, size: int) -> dict[str, Any]:
     mesh = mesh_of(size)
     model, given = partial(places, mesh=mesh), binomial(2 * size)
     if case.endswith("integrated"):
-        found = nested_twice(model, 512, *given)
+        _, found = nested_twice(model, 512, *given)
     else:
         _, found = learnt_twice(model, *given)
         found["matern"] = from_matern(mesh, 0.3)
@@ -620,6 +689,7 @@ def of_series(size: int) -> Callable[..., None]:
 DRAWS = 4000
 FIELDS = ("icar", "bym2", "car", "gmrf", "spde")
 CASES: dict[str, tuple[Callable[[str, int], dict[str, Any]], int, str]] = {
+    "areas small": (fit_areas, 500, "float32"),
     "areas": (fit_areas, 2000, "float32"),
     "areas large": (fit_areas, 7900, "float32"),
     "lattice log det": (log_determinants, 100_000, "float64"),
@@ -652,12 +722,15 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", default=["equality", *CASES])
     parser.add_argument("--quick", action="store_true", help="tiny sizes")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--pylgm", help="an interpreter that has pyLGM")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--size", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         print(json.dumps(inside(args.child, args.size)))
         return
+    if args.pylgm:
+        os.environ["GPAUG_PYLGM"] = args.pylgm
     known = rows_of_cases(args.json)
     for case in args.cases:
         for row in rows_of(case, quick=args.quick):
