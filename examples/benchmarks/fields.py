@@ -485,7 +485,8 @@ def fit_areas(case: str, size: int) -> dict[str, Any]:
     model = of_areas(lambda scale, share: gpaug.BYM2(adjacency, scale, share))
     y = rng.poisson(rate)
     nested, found = nested_twice(model, 512, np.arange(size), y)
-    return {"rows": size, "nodes": 2 * size} | found | beside_pylgm(nested, adjacency, y)
+    found |= beside_pylgm(nested, adjacency, y)
+    return {"rows": size, "nodes": 2 * size} | found
 
 
 def beside_pylgm(nested: Any, adjacency: Any, y: np.ndarray) -> dict[str, Any]:
