@@ -219,21 +219,23 @@ def test_all_predictions_take_columns() -> None:
 
 def test_integrated_hyperparameters_have_labels_beside_them() -> None:
     def integrated(herd, y=None):
-        tau = numpyro.sample("tau", dist.HalfNormal(1))
+        # As many numbers as herds, which are not the herds'.
+        tau = numpyro.sample("tau", dist.HalfNormal(1).expand([3]).to_event(1))
         with numpyro.plate("herds", 3):
-            effect = numpyro.sample("effect", dist.Normal(0, tau))
+            effect = numpyro.sample("effect", dist.Normal(0, tau[0]))
         with numpyro.plate("data", len(herd)):
             numpyro.sample("y", dist.Normal(effect[herd], 1), obs=y)
 
     nested = gpaug.NestedVI(integrated, num_points=256, progress_bar=False)
     nested.run(KEY, TABLE["herd"], TABLE["dose"])
-    names = ["tau", *(f"effect[{x}]" for x in ("east", "north", "west"))]
+    names = [*(f"effect[{x}]" for x in ("east", "north", "west"))]
+    names += [f"tau[{i}]" for i in range(3)]
     assert sorted(nested.summary().index) == sorted(names)
     tree = gpaug.diagnostics.to_datatree(KEY, nested)
     herds = tree["posterior"]["effect"].coords["effect_dim_0"]
     assert herds.values.tolist() == ["east", "north", "west"]
     assert sorted(nested.posterior().summary().index) == sorted(names)
-    draws = {"tau": np.ones(2, "float32")}
+    draws = {"tau": np.ones((2, 3), "float32")}
     collapsed = gpaug.collapse(integrated)
     found = collapsed.posterior(draws, TABLE["herd"], TABLE["dose"])
     assert sorted(found.summary().index) == sorted(names)

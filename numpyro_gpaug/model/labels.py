@@ -26,11 +26,13 @@ def labelled_axes(
     """
     seen: list[Any] = []
     shapes: dict[str, tuple[int, ...]] = {}
+    others: set[str] = set()
 
     def reached(given: Any) -> Any:
         here = view(given)
         found = here.gathers()
         seen[:] = [gather for gather, _ in found]
+        others.update(here.structure.others)
         shapes.update(here.structure.shapes)
         shapes.update({s.name: s.value_shape for s in here.structure.sites})
         return [extremes for _, extremes in found]
@@ -43,7 +45,9 @@ def labelled_axes(
         given = {names[i] for i in places if i < len(names)} & labels.keys()
         own = axes.setdefault(gather.name, [set() for _ in shape])
         for size, found in _by_size(gather.sizes, given, labels).items():
-            if shape.count(size) == 1:
+            # Effects depend on the hyperparameters of their prior, too.
+            drawn = gather.name in others and size not in gather.own
+            if shape.count(size) == 1 and not drawn:
                 own[shape.index(size)] |= found
     return {
         name: tuple(_one(k, labels) for k in found)

@@ -40,6 +40,8 @@ class Gather(NamedTuple):
     :param kept: the condition of a ``jnp.where`` that drops other entries, such as the
         effect of a reference group: its variable, its value for entries that are kept,
         and the axes of the entries that have no index.
+    :param own: the sizes of the axes that are axes of the input itself, and not of a
+        value that is computed from it, such as effects that are drawn with a scale.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Gather(NamedTuple):
     indices: Any
     raw: tuple[int, ...]
     kept: tuple[int, bool, tuple[int, ...]] | None = None
+    own: frozenset[int] = frozenset()
 
     def bad(self, values: Any) -> str | None:
         """Return a description of invalid indices, ``None`` if all are valid.
@@ -141,7 +144,8 @@ class Program(Listing):
             if names and sizes:
                 raw = tuple(self._before_wrapping(operands[1]))
                 kept = self._kept(results[0])
-                yield Gather(names[-1], sizes, operands[1], raw, kept)
+                own = frozenset(n for n in sizes if self._from_input(operands[0], n))
+                yield Gather(names[-1], sizes, operands[1], raw, kept, own)
 
     def reached(self) -> list[tuple[Gather, tuple[Any, Any, Any]]]:
         """Return the indexed inputs, with the ranges of their indices."""
@@ -167,6 +171,19 @@ class Program(Listing):
         # In one program, because each single operation would compile another one.
         ranges = once(extremes, known) if operations else extremes(known)
         return found + list(zip(gathers, ranges, strict=True))
+
+    def _from_input(self, variable: Any, size: int) -> bool:
+        """Whether an axis of this size is one of an input that a variable is computed
+        from: all values between them have an axis of this size."""
+        while size in self.avals[variable].shape:
+            if variable not in self.makers:
+                return True
+            operands = self.makers[variable].operands
+            moving = {x for x in operands if self.depends(x)}
+            if len(moving) != 1:
+                return False
+            (variable,) = moving
+        return False
 
     def _kept(self, variable: int) -> tuple[int, bool, tuple[int, ...]] | None:
         """Return :attr:`Gather.kept` of the result of a gather."""
