@@ -751,6 +751,20 @@ def test_many_hyperparameters_go_to_nuts(capsys, number):
     assert found.get_samples()["b"].shape == (1000, number)
 
 
+def test_a_slow_chain_is_not_certified(monkeypatch):
+    def rotatable(y=None):
+        a = numpyro.sample("a", dist.Normal(0, 1).expand([5, 2]).to_event(2))
+        b = numpyro.sample("b", dist.Normal(0, 1).expand([6, 2]).to_event(2))
+        numpyro.sample("y", dist.Normal(a @ b.T, 0.3).to_event(2), obs=y)
+
+    monkeypatch.setattr("numpyro_gpaug.infer.nested.nested.MOST", 8)
+    monkeypatch.setattr("numpyro_gpaug.infer.nested.draws.WARMUP", 100)
+    rng = np.random.default_rng(0)
+    y = rng.normal(size=(5, 2)) @ rng.normal(size=(2, 6))
+    with pytest.warns(UserWarning, match="only .% of the draws by NUTS"):
+        assert not nested(rotatable, y, num_points=128).certified
+
+
 # -- numbers --------------------------------------------------------------------------
 
 

@@ -48,6 +48,9 @@ EACH, FIRST, FIRST_FROM_PRIOR = 32, 96, 1 / 3
 WIDENINGS = (0.0, 0.25, 0.5, 1.0)
 MOST_MODES = 3
 WARMUP = 500
+# The smallest effective number of draws per point of a chain that is certified. A chain
+# that moves more slowly may not have reached all of the posterior.
+SLOWEST = 0.1
 
 
 @dataclass
@@ -98,7 +101,13 @@ class Run:
     @property
     def certified(self) -> bool:
         """Whether the draws are from the posterior, up to Monte Carlo error."""
-        return self.weighted.certified and self.searched.all_drawn
+        even = self.weighted.certified and self.searched.all_drawn
+        return even and not self.slow
+
+    @property
+    def slow(self) -> bool:
+        """Whether the chain of the hyperparameters moves too slowly."""
+        return self.independence < SLOWEST
 
     def sites(self, *, deterministic: bool) -> Values:
         """Return values of all weighted draws by site.

@@ -62,6 +62,11 @@ def certificate(run: Any) -> str:
         )
         if run.programs.structure.functions:
             what += " (in float32 a kernel matrix needs more jitter)"
+    if run.slow:
+        what += (
+            f"; only {run.independence:.0%} of the draws by NUTS are independent (are "
+            "there factors with loadings, or labels that may be switched?)"
+        )
     if not run.searched.all_drawn:
         what += f"{modes}, more than the draws cover"
     if run.correction:
