@@ -395,3 +395,17 @@ def test_a_guide_of_another_model() -> None:
         gpaug.ConjugateSVI(partial(labels, site="z"), guide).run(KEY, 2, X, y, **quiet)
     with pytest.raises(ValueError, match="for another number make a new guide"):
         gpaug.ConjugateSVI(labels, guide).run(KEY, 2, X, y, inducing=4, **quiet)
+
+
+def test_cut_points_that_move_with_a_level() -> None:
+    def ordinal(x, y=None):
+        level, slope = (numpyro.sample(k, dist.Normal(0, 1)) for k in ("c", "b"))
+        cuts = level + jnp.array([0.0, 1.0])
+        with numpyro.plate("data", len(x)):
+            numpyro.sample("y", dist.OrderedLogistic(slope * x, cuts), obs=y)
+
+    svi = gpaug.ConjugateSVI(ordinal, gpaug.AutoLatentGaussian(ordinal))
+    x = np.linspace(-1, 1, 6)
+    posterior = svi.posterior(run(ordinal, x, np.arange(6) % 3, svi=svi)[1])
+    with pytest.raises(gpaug.NotConjugateError, match="belongs to the predictor"):
+        posterior.predict_y(x)

@@ -486,10 +486,16 @@ class JointPredictiveView(JointView):
         batch = len(fn.batch_shape)
         apart = separation(program, moving, traced=True, batch=batch)
         if apart.reason is not None:
+            hint = (
+                ". A latent level belongs to the predictor, and not to the cut points"
+                if isinstance(fn, dist.OrderedLogistic)
+                else ""
+            )
             raise NotConjugateError(
                 f"the parameters of {site.name!r} do not depend on one or two "
                 f"predictors for each datum: {apart.reason}. Draw predictions by "
-                "numpyro.infer.Predictive(model, guide=guide, ...)"
+                "numpyro.infer.Predictive, with guide=guide or nested.get_samples()"
+                f"{hint}"
             )
         columns = site.columns if apart.columns is None else apart.columns
         found = frontier(program, moving, columns)
