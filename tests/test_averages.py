@@ -215,3 +215,9 @@ def test_questions_that_do_not_fit() -> None:
             posterior.average(DOSE, WARD, **how)
     with pytest.raises(TypeError, match=r"at\['dose'\] is a int. Pass a list"):
         posterior.average(DOSE, WARD, at={"dose": 1})
+
+
+def test_averages_of_very_many_equal_rows() -> None:
+    fn = dist.Delta(jnp.full(2_000_000, 1.5624))
+    (found,) = over_rows(fn, None, {})
+    assert float(found) == pytest.approx(1.5624, rel=1e-5)

@@ -264,3 +264,31 @@ def test_no_array_of_groups_by_groups_or_rows_by_groups(monkeypatch):
     assert any(groups in shape and items in shape for shape in shapes)
     for shape in shapes:
         assert np.prod(shape) < groups**2 < rows * groups, shape
+
+
+@pytest.mark.parametrize("members", [3, 60])
+def test_a_level_beside_groups_of_very_many_rows(members) -> None:
+    """A level and effects compensate for each other: the variance of the level is that
+    of the mean effect, and what determines it is a millionth of the weights."""
+
+    def model(group, y=None, *, members):
+        level = numpyro.sample("level", dist.Normal(0, 10))
+        with numpyro.plate("members", members):
+            effect = numpyro.sample("effect", dist.Normal(0, 0.9))
+        with numpyro.plate("data", len(group)):
+            numpyro.sample("y", dist.Normal(level + effect[group], 0.65), obs=y)
+
+    number = 1_000_000
+    group, noise = np.sort(np.arange(number) % members), rng.normal(size=number)
+    y = (3 + rng.normal(size=members)[group] + 0.65 * noise).astype("float32")
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model), None)
+    result = svi.run(
+        jax.random.key(0), 20, group, y, members=members, progress_bar=False
+    )
+    level = svi.posterior(result)["level"]
+    each = 0.9**2 + 0.65**2 * members / number
+    variance = 1 / (0.01 + members / each)
+    assert float(level.variance) == pytest.approx(variance, rel=0.1)
+    means = np.bincount(group, y) * members / number
+    expected = variance * means.sum() / each
+    assert float(level.mean) == pytest.approx(expected, abs=0.1 * variance**0.5)

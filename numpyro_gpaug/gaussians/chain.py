@@ -304,7 +304,7 @@ class ChainNatural(NamedTuple):
         solved = _back(gain, alone)
         border = linalg.inverse_cholesky(self._schur(solved, alone, kept)[None])
         flat = solved.reshape(layout.groups * layout.each, -1)
-        told = linalg.precise(jnp.vecmat)(own.reshape(1, -1), flat[:, 1:])
+        told = linalg.sum_of_products(own.reshape(-1, 1), flat[:, 1:])
         corner = jnp.vecmat(jnp.matvec(border, corner - told), border)
         # The mean and the cross gain are combinations of the solutions.
         turn = jnp.concatenate([-corner.T, border[0].T], -1)

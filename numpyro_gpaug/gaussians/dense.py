@@ -346,7 +346,7 @@ class AffineMap(NamedTuple):
         about = self.offset if about is None else about
         centred = factors.potential - factors.precision * about
         rows = jnp.concatenate([weighted, centred[..., None, :]], -2)
-        rows = jnp.einsum("...in,...jn->...ij", rows, self.projection)
+        rows = linalg.sum_of_products(rows.mT, self.projection.mT)
         return NaturalGaussian(rows[..., -1, :], rows[..., :-1, :])
 
     def coupling(self, cross: Array, left: Array, right: Array) -> NaturalGaussian:
@@ -358,7 +358,7 @@ class AffineMap(NamedTuple):
         :param right: the other.
         """
         weighted = self.projection[..., left] * cross[..., None, :]
-        matrix = jnp.einsum("...in,...jn->...ij", weighted, self.projection[..., right])
+        matrix = linalg.sum_of_products(weighted.mT, self.projection[..., right].mT)
         return NaturalGaussian(jnp.zeros_like(matrix[..., 0]), matrix + matrix.mT)
 
     def about(self, q: Moments) -> AffineMap:

@@ -216,7 +216,7 @@ class GroupNatural(NamedTuple):
         whitener = linalg.inverse_cholesky(schur)
         own, corner = self.layout.split(self.potential)
         white = small.product(inverse, own[..., None])[..., 0]
-        corner = corner - jnp.vecmat(white.reshape(1, -1), flat)
+        corner = corner - linalg.sum_of_products(white.reshape(-1, 1), flat[0])
         corner = jnp.vecmat(jnp.matvec(whitener, corner), whitener)
         white = white - jnp.matvec(flat, corner).reshape(white.shape)
         mean = small.product(inverse.mT, white[..., None])[..., 0]
@@ -372,9 +372,9 @@ class Groups(Structure):
         own, group, dense, value, place = rows
         layout = self.layout
         groups = jnp.zeros((layout.groups, layout.each), own.dtype)
-        groups = groups.at[group].add(potential[:, None] * own)
+        groups = linalg.added_at(groups, (group,), potential[:, None] * own)
         others = jnp.zeros(layout.others - dense.shape[-1], own.dtype)
-        others = others.at[place].add(potential[:, None] * value)
+        others = linalg.added_at(others, (place,), potential[:, None] * value)
         border = linalg.sum_of_products(potential[:, None], dense)[0]
         corner = jnp.concatenate([border, others])
         products = self._products(rows, rows, precision)
@@ -424,7 +424,7 @@ class Groups(Structure):
         size = rows_of_blocks(number, numbers, weights.dtype)
         others, lead = corner - width, (groups, each)
         shapes = _Sums(
-            (*lead, each), (*lead, corner),
+            (*lead, each), (*lead, width), (*lead, others),
             (width, width), (others, width), (others, others),
         )  # fmt: skip
         sums = _Sums(*(jnp.zeros(shape, weights.dtype) for shape in shapes))
@@ -436,7 +436,8 @@ class Groups(Structure):
             cut = cut_rows(weights, size, "constant")
             sums = summed_blocks(_with_rows, sums, (*parts, cut))
         blocks = [[sums.dense, sums.mixed.T], [sums.mixed, sums.single]]
-        return sums.groups[None], sums.border[None], jnp.block(blocks)[None]
+        border = jnp.concatenate([sums.border, sums.across], -1)
+        return sums.groups[None], border[None], jnp.block(blocks)[None]
 
 
 def _terms(q: GroupMoments, rows: Rows) -> list[Array]:
@@ -464,6 +465,7 @@ def _terms(q: GroupMoments, rows: Rows) -> list[Array]:
 class _Sums(NamedTuple):
     groups: Any
     border: Any
+    across: Any
     dense: Any
     mixed: Any
     single: Any
@@ -473,22 +475,25 @@ def _with_rows(sums: _Sums, part: tuple[Rows, Rows, Array]) -> _Sums:
     left, right, weights = part
     own, group = left.own * weights[:, None], left.group
     value = left.value * weights[:, None]
-    width, outer = left.dense.shape[-1], own[:, :, None]
-    border = sums.border.at[group, :, :width].add(outer * right.dense[:, None])
-    mixed, single = sums.mixed, sums.single
+    outer, added = own[:, :, None], linalg.added_at
+    across, mixed, single = sums.across, sums.mixed, sums.single
     for s in range(value.shape[-1]):
         here = left.place[:, s]
-        mixed = mixed.at[here].add(value[:, s, None] * right.dense)
+        mixed = added(mixed, (here,), value[:, s, None] * right.dense)
         for t in range(value.shape[-1]):
             entry = value[:, s] * right.value[:, t]
-            single = single.at[here, right.place[:, t]].add(entry)
+            single = added(single, (here, right.place[:, t]), entry)
         for r in range(own.shape[-1]):
             entry = own[:, r] * right.value[:, s]
-            border = border.at[group, r, width + right.place[:, s]].add(entry)
+            across = across.at[:, r].set(
+                added(across[:, r], (group, right.place[:, s]), entry)
+            )
+    dense = linalg.sum_of_products(left.dense * weights[:, None], right.dense)
     return _Sums(
-        sums.groups.at[group].add(outer * right.own[:, None]),
-        border,
-        sums.dense + linalg.sum_of_products(left.dense * weights[:, None], right.dense),
+        added(sums.groups, (group,), outer * right.own[:, None]),
+        added(sums.border, (group,), outer * right.dense[:, None]),
+        across,
+        sums.dense + dense,
         mixed,
         single,
     )

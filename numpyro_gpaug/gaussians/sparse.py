@@ -665,21 +665,24 @@ class Sparse(Structure):
         :param precision: w, (n,).
         """
         pattern, dtype, (value, place) = self.pattern, potential.dtype, rows[-2:]
-        own = jnp.zeros(self.nodes, dtype).at[place].add(potential[:, None] * value)
+        own = jnp.zeros(self.nodes, dtype)
+        own = linalg.added_at(own, (place,), potential[:, None] * value)
         border = linalg.sum_of_products(potential[:, None], rows.dense)[0]
         whole = jnp.concatenate([own, border])[None]
         weighted = precision[:, None] * value
         entries = jnp.zeros(len(pattern.rows), dtype)
         own = weighted * (value.sum(-1, keepdims=True) if self.sums else value)
-        entries = entries.at[jnp.asarray(pattern.diagonal)[place]].add(own)
+        diagonal = jnp.asarray(pattern.diagonal)[place]
+        entries = linalg.added_at(entries, (diagonal,), own)
         for s, t in combinations(range(value.shape[-1]), 2):
             one, other = place[:, s], place[:, t]
             again = jnp.where(one == other, 0 if self.sums else 2, 1)
             product = weighted[:, s] * value[:, t] * again
             there = pattern.places(one, other)
-            entries = entries.at[there].add(product, mode="drop")
+            entries = linalg.added_at(entries, (there,), product)
         border = jnp.zeros((self.nodes, self.layout.others), dtype)
-        border = border.at[place].add(weighted[..., None] * rows.dense[:, None])
+        outer = weighted[..., None] * rows.dense[:, None]
+        border = linalg.added_at(border, (place,), outer)
         corner = linalg.sum_of_products(precision[:, None] * rows.dense, rows.dense)
         return SparseNatural(whole, entries[None], border[None], corner[None], self)
 

@@ -13,12 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from numpyro_gpaug.math.sharding import by_latents
+from numpyro_gpaug.math.sharding import by_latents, shards
 
 # The part of the first residual, in the norm of the preconditioner, that ends the
 # iterations, and the largest number of iterations. The solutions are steps, and the
 # next steps correct their errors.
 _ENOUGH, _MOST = 0.03, 40
+# Terms that are added one after the other: at least so many in a block of a sum of
+# products, and about so many at one place. Equal terms are rounded in the same
+# direction, and lose up to a quarter of a rounding with each.
+_BLOCK, _RUN = 32, 8
 
 
 def total(a: Any, b: Any) -> Array:
@@ -126,18 +130,56 @@ def matvec(matrix: Array, vector: Array) -> Array:
 
 @precise
 def sum_of_products(left: Array, right: Array) -> Array:
-    """Return ``left' right`` of very many rows (n, K) and (n, L), (K, L).
+    """Return ``left' right`` of very many rows (..., n, K) and (..., n, L), (..., K,
+    L).
 
     It is a sum of sums over blocks: equal terms are rounded in the same direction, and
     the error of one long sum, as of the weights of all data about a level, would be as
     many roundings as there are rows.
     """
-    number, width = left.shape
-    size = max(1, min(number, max(math.isqrt(number), width)))
+    number, width = left.shape[-2:]
+    # Smaller products of wide rows would take longer.
+    size = max(_BLOCK, 2 * width)
+    # With several devices, blocks would move rows from one to another.
+    if number <= size or shards() > 1:
+        return left.mT @ right
     count = -(-number // size)
-    padded = (jnp.pad(x, [(0, count * size - number), (0, 0)]) for x in (left, right))
-    blocks, others = (x.reshape(count, size, x.shape[-1]) for x in padded)
-    return (blocks.mT @ others).sum(0)
+
+    def cut(x: Array) -> Array:
+        lead, width = x.shape[:-2], x.shape[-1]
+        filled = [(0, 0)] * len(lead) + [(0, count * size - number), (0, 0)]
+        return jnp.pad(x, filled).reshape(*lead, count, size, width)
+
+    return pairwise_sum(jnp.moveaxis(cut(left).mT @ cut(right), -3, 0))
+
+
+def pairwise_sum(x: Array) -> Array:
+    """Return the sum over the first axis, as a sum of sums of pairs: its error does not
+    grow with the number of terms."""
+    while len(x) > 1:
+        half = len(x) // 2
+        pairs = x[:half] + x[half : 2 * half]
+        x = pairs if len(x) % 2 == 0 else jnp.concatenate([pairs, x[-1:]])
+    return x[0]
+
+
+def added_at(total: Array, places: tuple[Array, ...], values: Array) -> Array:
+    """Return ``total.at[places].add(values)`` for very many rows of values, of which
+    many have the same place. They are added to several copies of the array; the reason
+    is that of :func:`sum_of_products`.
+
+    :param total: an array whose leading axes the places index.
+    :param places: indices of equal shapes, rows first.
+    :param values: what is added, rows first.
+    """
+    number, size = len(values), max(math.prod(total.shape[: len(places)]), 1)
+    copies = 1 if shards() > 1 else number // (_RUN * size)
+    if copies < 2:
+        return total.at[places].add(values)
+    # Rows of a group may follow each other.
+    copy = (jnp.arange(number) % copies).reshape(-1, *[1] * (places[0].ndim - 1))
+    apart = jnp.zeros((copies, *total.shape), total.dtype)
+    return total + pairwise_sum(apart.at[copy, *places].add(values))
 
 
 def default_jitter(size: int, dtype: np.dtype | type) -> float:

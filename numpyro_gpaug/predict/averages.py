@@ -19,6 +19,7 @@ from numpyro.distributions import Distribution, Unit
 from numpyro_gpaug._display import Displayed, Rows
 from numpyro_gpaug._numpyro import one_thread, residual_policy
 from numpyro_gpaug.likelihoods.expectations import base_distribution
+from numpyro_gpaug.math import linalg
 from numpyro_gpaug.math.importance import weighted_quantiles
 from numpyro_gpaug.model.arguments import Arguments, Model, Values, is_array
 from numpyro_gpaug.model.columns import Columns, Labels, argument_names, coded
@@ -391,10 +392,11 @@ def over_rows(fn: Distribution, of: Of, rows: Mapping[str, Array]) -> Array:
     size = math.prod(shape)
     weights = jnp.ravel(rows.get("weights", jnp.ones(size, values.dtype)))
     group = jnp.ravel(rows.get("group", jnp.zeros(size, int)))
-    number = len(rows.get("total", jnp.zeros(1)))
+    none = jnp.zeros(len(rows.get("total", jnp.zeros(1))), weights.dtype)
     each = jnp.expand_dims(weights, [*range(1, values.ndim)])
-    sums = jax.ops.segment_sum(values * each, group, number)
-    totals = jax.ops.segment_sum(weights, group, number)
+    sums = jnp.zeros((*none.shape, *values.shape[1:]), values.dtype)
+    sums = linalg.added_at(sums, (group,), values * each)
+    totals = linalg.added_at(none, (group,), weights)
     return sums / jnp.expand_dims(totals, [*range(1, sums.ndim)])
 
 
