@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models with fields, whose latents have a sparse precision, against dense matrices."""
 
+import re
 from functools import partial
 
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from jax import export
 from numpyro.contrib.control_flow import scan
 from numpyro.infer.gibbs import GIBBS_SITES_KWARG, conditioned
 from numpyro.infer.util import log_density
@@ -539,3 +541,16 @@ def test_sums_over_many_equal_rows():
     expected = number * float(weight)
     np.testing.assert_allclose(found.corner[0, 0, 0], expected, rtol=1e-5)
     np.testing.assert_allclose(found.potential[0, -1], expected, rtol=1e-5)
+
+
+def test_a_step_is_compiled_for_gpus_as_well(always_sparse, monkeypatch):
+    """With what JAX has there: nothing calls the host."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    model, args = MODELS["bym2"]
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
+    state = svi.init(KEY, *args, y=COUNTS)
+    assert isinstance(svi.guide.structure.form, Sparse)
+    step = jax.jit(lambda state: svi.update(state, *args, y=COUNTS))
+    text = export.export(step, platforms=["cuda"])(state).mlir_module()
+    calls = set(re.findall(r"custom_call @([\w.]+)", text))
+    assert calls == {"cusolver_potrf_ffi"}
