@@ -124,7 +124,7 @@ def test_other_blocks_leave_values_as_they_are_when_they_move(x64) -> None:
     density.
     """
     model = partial(mixed, likelihood=ordinal)
-    # Arrays of its own: of one that was traced in 32 bits, JAX 0.10.1 may keep that copy.
+    # New arrays: JAX 0.10.1 may keep a 32-bit copy of those that were traced before.
     args = X.copy(), GROUP.copy(), ORDERED.copy()
     kernel = gpaug.EllipticalSlice(model).wrap_model(conditioned)
     names = "beta", "level", "effect"
