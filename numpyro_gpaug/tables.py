@@ -67,9 +67,9 @@ class TableClassifier(ClassifierMixin, BaseEstimator):
     k-means: of few rows, about as many as rows, and three times as many where they
     explain too little of the prior. The labels that are left out decide how sure
     predictions are made (:func:`tempered`), and, with that, between the scales, and how
-    often the lengthscale of the largest bound is halved: where classes separate, the
-    bound, which does not know of the temperature, is largest at functions that are too
-    smooth.
+    often the lengthscale of the largest bound is halved, before all else is learned
+    again: where classes separate, the bound, which does not know of the temperature, is
+    largest at functions that are too smooth.
 
     It is a classifier of scikit-learn, for pipelines and cross-validation, and can be
     pickled. Fits of similar tables share compiled programs. Columns are numbers: encode
@@ -132,11 +132,15 @@ class TableClassifier(ClassifierMixin, BaseEstimator):
                 several = self._fit(X, fit.scale, apart=True)
                 gained = float(fit.result.losses[-1] - several.result.losses[-1])
                 fit = several if gained > GAIN * X.shape[1] else fit
-        trial = self._fit(X, fit.scale, **fit.halved())
+        learned, trial = fit, self._fit(X, fit.scale, **fit.halved(), steps=1)
         while self._score(trial) > self._score(fit) + GAIN:
-            fit, trial = trial, self._fit(X, fit.scale, **trial.halved())
-        if self._unexplained(fit) > UNEXPLAINED:
-            fit = self._fit(X, fit.scale, **fit.again(), more=MORE)
+            fit, trial = trial, self._fit(X, fit.scale, **trial.halved(), steps=1)
+        left = _unexplained(
+            fit.medians, fit.given["Z"], fit.X, apart=fit.given["apart"]
+        )
+        more = MORE if left > UNEXPLAINED else 1
+        if more > 1 or fit is not learned:
+            fit = self._fit(X, fit.scale, **fit.again(), more=more)
         self._X, self._scale, self.result_ = fit.X, fit.scale, fit.result
         self.posterior_ = fit.posterior
         self._weights = _temperatures(fit.posterior, fit.X, self._codes)
@@ -232,6 +236,7 @@ class TableClassifier(ClassifierMixin, BaseEstimator):
     def _fit(
         self, X: np.ndarray, scale: np.ndarray, *, apart: bool = False,
         start: dict[str, Any] | None = None, prior: Any = None, more: int = 1,
+        steps: int | None = None,
     ) -> _Fit:  # fmt: skip
         """Return a fit.
 
@@ -240,6 +245,8 @@ class TableClassifier(ClassifierMixin, BaseEstimator):
         :param start: values of the sites of the kernel at the start.
         :param prior: see :func:`kernel`.
         :param more: how many times as many inducing inputs.
+        :param steps: the largest number of evaluations of the bound; one learns the
+            function alone.
         """
         X = self._scaled(X, scale)
         cheap = int(np.sqrt(WORK / (len(X) * len(self.classes_))))
@@ -252,9 +259,9 @@ class TableClassifier(ClassifierMixin, BaseEstimator):
         alike = apart, size, X.shape[1], len(self.classes_), X.dtype
         svi = _programs(threading.get_ident(), *alike)
         result = svi.run(
-            jax.random.key(self.seed), self.steps, X, self._codes,
+            jax.random.key(self.seed), steps or self.steps, X, self._codes,
             init_params={f"{k}_auto_loc": v for k, v in (start or {}).items()},
-            progress_bar=bool(self.verbose), **given,
+            progress_bar=bool(self.verbose), tol=0.1 * GAIN, **given,
         )  # fmt: skip
         medians = dict(svi.guide.other_median(result.params))
         return _Fit(scale, X, given, result, svi.posterior(result), medians)
@@ -262,17 +269,6 @@ class TableClassifier(ClassifierMixin, BaseEstimator):
     def _score(self, fit: _Fit) -> float:
         left_out = _log_probs(fit.posterior.leave_one_out(fit.X, self._codes).probs)
         return float(logsumexp(_tempering(left_out, self._codes)))
-
-    def _unexplained(self, fit: _Fit) -> float:
-        """Return the mean share of the prior variance of rows that inducing inputs do
-        not explain."""
-        with handlers.substitute(data=fit.medians):
-            own = kernel(fit.X.shape[1], apart=fit.given["apart"])
-        Z = fit.given["Z"]
-        factor = linalg.cholesky(own(Z, Z) + 1e-4 * np.eye(len(Z), dtype=fit.X.dtype))
-        across = linalg.solve_lower(factor, own(Z, fit.X))
-        variance = np.asarray(own(fit.X))
-        return float(np.mean(1 - np.square(np.asarray(across)).sum(0) / variance))
 
 
 @lru_cache(maxsize=8)
@@ -415,6 +411,17 @@ def _tempering(left_out: np.ndarray, y: np.ndarray) -> np.ndarray:
     rows, steps = np.arange(len(y)), LOG_TEMPERATURES
     fits = [log_softmax(left_out / np.exp(t), 1)[rows, y].sum() for t in steps]
     return np.array(fits) - 0.5 * steps**2
+
+
+@partial(jax.jit, static_argnames="apart")
+def _unexplained(medians: dict[str, Any], Z: Any, X: Any, *, apart: bool) -> Any:
+    """Return the mean share of the prior variance of rows that inducing inputs do not
+    explain."""
+    with handlers.substitute(data=medians):
+        own = kernel(X.shape[1], apart=apart)
+    factor = linalg.cholesky(own(Z, Z) + 1e-4 * jnp.eye(len(Z)))
+    across = linalg.solve_lower(factor, own(Z, X))
+    return jnp.mean(1 - jnp.square(across).sum(0) / own(X))
 
 
 def _log_probs(probs: Any) -> np.ndarray:
