@@ -306,6 +306,7 @@ def test_a_verdict_says_why_a_run_is_not_certified() -> None:
     structure = SimpleNamespace(functions={})
     run = SimpleNamespace(
         certified=False, correction=None, searched=searched, mirrors=None,
+        slow=False,
         programs=SimpleNamespace(structure=structure),
         weighted=SimpleNamespace(khat=0.1, limit=0.63, loss=0.2, log_evidence=-1.0),
     )  # fmt: skip
