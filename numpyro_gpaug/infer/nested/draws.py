@@ -282,6 +282,7 @@ def integrated(
 
             pool, weighted = drawn()
         while not weighted.certified and drawer.anneal(weighted.log_ratios):
+            bar.total = bar.n + num_points
             bar.set_description("annealed draws")
             with clock.part("annealed draws"):
                 pool, weighted = drawn()
