@@ -410,6 +410,7 @@ def of_counts():
 def test_counts_against_sums_over_everything(of_counts):
     evidence, mean, deviation = poisson_truth()
     found, table = of_counts.get_extra_fields(), of_counts.summary()
+    assert [*table.index] == [*of_counts.posterior().summary().index]
     assert found["khat"] < 0.7
     error = found["log_evidence_error"]
     assert abs(found["log_evidence"] - evidence) < 4 * error < 0.15

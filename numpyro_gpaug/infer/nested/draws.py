@@ -190,8 +190,11 @@ class Run:
 
     def shown(self, sites: dict[str, Array]) -> dict[str, np.ndarray]:
         """The sites in a table: all but deterministic ones and whitened inducing
-        values."""
-        return {k: np.asarray(x) for k, x in sites.items() if k not in self._hidden}
+        values, in the order of the model, hyperparameters last."""
+        structure = self.programs.structure
+        names = [*(site.name for site in structure.sites), *structure.others]
+        names = [k for k in names if k in sites.keys() - self._hidden]
+        return {k: np.asarray(sites[k]) for k in names}
 
     def table(self) -> dict[str, list[float]]:
         """Return moments and quantiles of every entry of every sample site."""
