@@ -35,7 +35,8 @@ def point_process(points: ArrayLike, mesh: Mesh, window: ArrayLike) -> PointProc
     :math:`\sum_i f(x_i) - \int_W e^{f(x)} dx`. For an f that is linear on triangles,
     the sum is :math:`\sum_j c_j f_j` over the nodes, with the counts :math:`c_j`. The
     integral is replaced by :math:`\sum_j w_j e^{f_j}`, with the exposure :math:`w_j`
-    (Simpson et al., 2016, equation 6). Covariates in f are interpolated between nodes,
+    (Simpson et al., 2016, equation 6), which is larger: between nodes from which f
+    changes steeply, the intensity is therefore too low. Covariates in f are interpolated between nodes,
     too. The likelihood is a :func:`numpyro.factor`, because the counts are not
     integers, which a Poisson distribution would need.
 
