@@ -36,9 +36,9 @@ def point_process(points: ArrayLike, mesh: Mesh, window: ArrayLike) -> PointProc
     the sum is :math:`\sum_j c_j f_j` over the nodes, with the counts :math:`c_j`. The
     integral is replaced by :math:`\sum_j w_j e^{f_j}`, with the exposure :math:`w_j`
     (Simpson et al., 2016, equation 6), which is larger: between nodes from which f
-    changes steeply, the intensity is therefore too low. Covariates in f are interpolated between nodes,
-    too. The likelihood is a :func:`numpyro.factor`, because the counts are not
-    integers, which a Poisson distribution would need.
+    changes steeply, the intensity is therefore too low. Covariates in f are
+    interpolated between nodes, too. The likelihood is a :func:`numpyro.factor`, because
+    the counts are not integers, which a Poisson distribution would need.
 
     :param points: (N, 2), inside the window.
     :param mesh: a mesh that covers the window.
