@@ -48,6 +48,8 @@ UNEXPLAINED, MORE = 0.05, 3
 # be this large. With few inducing inputs the bound prefers functions that are too
 # smooth. These leave little unexplained, so that UNEXPLAINED does not show the lack.
 WORK = 2e8
+# With more than this, only the functions are learned again, with MORE inducing inputs.
+DEAR = 1e9
 # The prior variance of the mean of a process.
 MEAN = 4.0
 LOG_TEMPERATURES = np.linspace(-4, 4, 81)
@@ -135,12 +137,15 @@ class TableClassifier(ClassifierMixin, BaseEstimator):
         learned, trial = fit, self._fit(X, fit.scale, **fit.halved(), steps=1)
         while self._score(trial) > self._score(fit) + GAIN:
             fit, trial = trial, self._fit(X, fit.scale, **trial.halved(), steps=1)
-        left = _unexplained(
-            fit.medians, fit.given["Z"], fit.X, apart=fit.given["apart"]
-        )
-        more = MORE if left > UNEXPLAINED else 1
-        if more > 1 or fit is not learned:
-            fit = self._fit(X, fit.scale, **fit.again(), more=more)
+        Z, apart = fit.given["Z"], fit.given["apart"]
+        more = _unexplained(fit.medians, Z, fit.X, apart=apart) > UNEXPLAINED
+        size = num_inducing(fit.X, self.num_inducing, MORE, len(Z))
+        dear = len(X) * len(self.classes_) * size**2 > DEAR
+        if fit is not learned and (dear or not more):
+            fit = self._fit(X, fit.scale, **fit.again())
+        if more:
+            steps = 1 if dear else None
+            fit = self._fit(X, fit.scale, **fit.again(), more=MORE, steps=steps)
         self._X, self._scale, self.result_ = fit.X, fit.scale, fit.result
         self.posterior_ = fit.posterior
         self._weights = _temperatures(fit.posterior, fit.X, self._codes)
