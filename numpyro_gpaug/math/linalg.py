@@ -19,10 +19,10 @@ from numpyro_gpaug.math.sharding import by_latents, shards
 # iterations, and the largest number of iterations. The solutions are steps, and the
 # next steps correct their errors.
 _ENOUGH, _MOST = 0.03, 40
-# Terms that are added one after the other: at least so many in a block of a sum of
-# products, and about so many at one place. Equal terms are rounded in the same
-# direction, and lose up to a quarter of a rounding with each.
-_BLOCK, _RUN = 32, 8
+# Terms that are added one after the other: all, if they are few; otherwise at least so
+# many in a block of a sum of products, and about so many at one place. Equal terms are
+# rounded in the same direction, and lose up to a quarter of a rounding with each.
+_FEW, _BLOCK, _RUN = 512, 32, 8
 
 
 def total(a: Any, b: Any) -> Array:
@@ -139,9 +139,9 @@ def sum_of_products(left: Array, right: Array) -> Array:
     """
     number, width = left.shape[-2:]
     # Smaller products of wide rows would take longer.
-    size = max(_BLOCK, 2 * width)
+    size = max(_BLOCK, 4 * width)
     # With several devices, blocks would move rows from one to another.
-    if number <= size or shards() > 1:
+    if number <= max(size, _FEW) or shards() > 1:
         return left.mT @ right
     count = -(-number // size)
 
@@ -173,8 +173,8 @@ def added_at(total: Array, places: tuple[Array, ...], values: Array) -> Array:
     :param values: what is added, rows first.
     """
     number, size = len(values), max(math.prod(total.shape[: len(places)]), 1)
-    copies = 1 if shards() > 1 else number // (_RUN * size)
-    if copies < 2:
+    copies = number // (_RUN * size)
+    if copies < 2 or number <= _FEW or shards() > 1:
         return total.at[places].add(values)
     # Rows of a group may follow each other.
     copy = (jnp.arange(number) % copies).reshape(-1, *[1] * (places[0].ndim - 1))
