@@ -3,6 +3,7 @@
 
 from functools import partial
 from itertools import combinations
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from scipy.special import gammaln, log_expit, logsumexp, ndtr
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.distributions.mixtures import NormalLaplace
+from numpyro_gpaug.gp.projection import project, whitener
 from numpyro_gpaug.likelihoods.expectations import expected_log_prob, predictive
 from numpyro_gpaug.math.log_sum import (
     EXPONENTIAL,
@@ -384,3 +386,29 @@ def test_debug_flags_give_no_false_alarm(likelihood, num_latents) -> None:
         )  # fmt: skip
         mcmc.run(jax.random.key(1), X, y, inducing=Z)
         assert np.isfinite(mcmc.get_samples()["f.v"]).all()
+
+
+def test_slopes_of_the_variance_that_inducing_values_leave() -> None:
+    """Beside float64, whose second derivatives are those of the formula. The chain rule
+    had -.43 for .0006."""
+    Z = np.linspace(-3.2, 3.2, 50)[:, None]
+    X = np.random.default_rng(0).uniform(-3, 3, (400, 1))
+
+    def left(logs, *, formula=False):
+        kernel = gpaug.kernels.Matern52(*jnp.exp(logs))
+        if formula:
+            across = kernel(Z, X)
+            known = across * jnp.linalg.solve(kernel(Z, Z), across)
+            return (kernel(X) - known.sum(0)).sum()
+        gp = SimpleNamespace(kernel=kernel, inducing=Z.astype(logs.dtype), jitter=None)
+        return project(gp, whitener(gp), X.astype(logs.dtype)).residual.sum()
+
+    logs, slope = np.log([1.5, 3.0]), jax.jit(jax.grad(left))
+    single = slope(jnp.asarray(logs, jnp.float32))
+    with enable_x64(True):
+        double = slope(jnp.asarray(logs))
+        curved, expected = (
+            jax.jit(jax.hessian(partial(left, formula=x)))(logs) for x in (False, True)
+        )
+    np.testing.assert_allclose(single, double, atol=1e-5 * len(X))
+    np.testing.assert_allclose(curved, expected, rtol=1e-6)

@@ -7,14 +7,15 @@ on differences of function values, whose variances are far smaller. A kernel tha
 a constant and the deviation from it (``kernel.constant``, ``kernel.deviation``)
 computes these differences without cancellation:
 :class:`~numpyro_gpaug.math.whitening.Differenced`. Whitened values are the same as
-without it. Derivatives do not need this, and are the derivatives of ``L^-1 K_ZX`` as
-written.
+without it. The derivatives of the projection do not need this, and are those of
+``L^-1 K_ZX`` as written. Those of the variance that is left do: see :func:`_left`.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -33,11 +34,13 @@ class Whitener(NamedTuple):
     """The linear map that whitens inducing values.
 
     :param inverse: ``L^-1`` of ``K_ZZ``, (1 or C, M, M).
+    :param gram: ``K_ZZ``, likewise, with the given jitter if there is one.
     :param values: the factors of ``inverse``, without derivatives, if it was computed
         from differences; otherwise None.
     """
 
     inverse: Array
+    gram: Array
     values: Differenced | None
 
 
@@ -63,8 +66,9 @@ def whitener(gp: Any) -> Whitener:
         return _Deviations(gp).whitener()
     gram = lead(gp.kernel(gp.inducing, gp.inducing), 2)
     if gp.jitter is None:
-        return Whitener(inverse_root(gram), None)
-    return Whitener(inverse_cholesky(with_jitter(gram, gp.jitter)), None)
+        return Whitener(inverse_root(gram), gram, None)
+    gram = with_jitter(gram, gp.jitter)
+    return Whitener(inverse_cholesky(gram), gram, None)
 
 
 @precise
@@ -78,12 +82,13 @@ def project(gp: Any, whitener: Whitener, X: Array) -> Projected:
     :param gp: the process.
     :param whitener: from :func:`whitener`.
     """
-    inverse, values = whitener
-    if values is not None:
-        return _Deviations(gp).project(inverse, values, X)
+    if whitener.values is not None:
+        return _Deviations(gp).project(whitener, whitener.values, X)
     cross, variance = lead(gp.kernel(X, gp.inducing), 2), lead(gp.kernel(X), 1)
-    projection = _product(inverse, cross)
-    return Projected(projection, residual_variance(variance, projection))
+    projection = _product(whitener.inverse, cross)
+    left = variance - jnp.square(projection).sum(-2)
+    left = _left(left, *whitener[:2], projection, cross, variance)
+    return Projected(projection, jnp.maximum(left, 0))
 
 
 class _Deviations:
@@ -97,14 +102,15 @@ class _Deviations:
     def whitener(self) -> Whitener:
         gram, own = self._at(self._inducing)
         values = differenced(*map(lax.stop_gradient, (gram, own, self._constant)))
-        return Whitener(as_inverse_root(self._constant + gram, values.root), values)
+        gram = self._constant + gram
+        return Whitener(as_inverse_root(gram, values.root), gram, values)
 
-    def project(self, inverse: Array, values: Differenced, X: Array) -> Projected:
+    def project(self, whitener: Whitener, values: Differenced, X: Array) -> Projected:
         across, own = self._at(X)
         found, left = values.project(*map(lax.stop_gradient, (across, own)))
-        projection = valued(_product(inverse, self._constant + across), found)
-        variance = self._constant[..., 0] + own
-        left = valued(variance - jnp.square(projection).sum(-2), left)
+        cross, variance = self._constant + across, self._constant[..., 0] + own
+        projection = valued(_product(whitener.inverse, cross), found)
+        left = _left(left, *whitener[:2], projection, cross, variance)
         return Projected(projection, jnp.maximum(left, 0))
 
     def _at(self, X: Array) -> tuple[Array, Array]:
@@ -112,6 +118,32 @@ class _Deviations:
         variance, (1 or C, N, M) and (1 or C, N)."""
         across = lead(deviation_of(self._kernel, X, self._inducing), 2)
         return across, lead(deviation_of(self._kernel, X), 1)
+
+
+@jax.custom_jvp
+def _left(
+    value: Array, inverse: Array, gram: Array, projection: Array, cross: Array,
+    variance: Array,
+) -> Array:  # fmt: skip
+    """Return ``value``, which is ``k(x, x) - |A_i|^2``, with its derivative.
+
+    It is the variance of ``f(x) - P f(Z)``, smallest at ``P = K_XZ K_ZZ^-1``, so that
+    P may be held fixed. The chain rule through A would multiply rounding errors by
+    ``L^-1``: with smooth functions and many rows, hyperparameters ended far from the
+    optimum.
+    """
+    del inverse, gram, projection, cross, variance
+    return value
+
+
+@_left.defjvp
+@precise
+def _left_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    _, inverse, _, projection, _, _ = primals
+    _, _, gram, _, cross, variance = tangents
+    weights = inverse.mT @ projection
+    moved = gram @ weights - 2 * cross.mT
+    return _left(*primals), variance + (weights * moved).sum(-2)
 
 
 def _product(inverse_factor: Array, cross: Array) -> Array:
