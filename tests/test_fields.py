@@ -170,6 +170,20 @@ def test_gmrf_is_the_multivariate_normal():
     assert jax.eval_shape(several.log_prob, x[:, None]).shape == (2, 3)
 
 
+@pytest.mark.parametrize("sd", [0.3, 0.77])
+def test_a_small_multiple_of_the_identity_is_not_lost_in_rounding(sd):
+    # Two grids, whose levels have a precision of 1e-6 per node.
+    path = sparse.diags_array([1.0, 1.0], offsets=[-1, 1], shape=(12, 12))
+    grid = sparse.block_diag([sparse.kronsum(path, path)] * 2)
+    alike, eye = sparse.diags_array(grid.sum(1)) - grid, sparse.eye_array(288)
+    sd, small = np.float32(sd), np.float32(1e-6)
+    field = GMRF(np.float32(0), [(1 / sd**2, alike.tocsr()), (small, eye)])
+    x = (30 + np.random.default_rng(0).normal(size=288)).astype(np.float32)
+    precision = float(1 / sd**2) * alike.toarray() + float(small) * np.eye(288)
+    expected = log_density(np.linalg.inv(precision), x)
+    np.testing.assert_allclose(field.log_prob(x), expected, atol=1e-2)
+
+
 def test_gmrf_takes_sparse_matrices_of_jax():
     matrix = BCOO.from_scipy_sparse(steps(12) + 0.1 * sparse.eye_array(12))
 
@@ -296,7 +310,7 @@ def test_the_sparse_form_of_car(is_sparse):
     d = dist.CAR(1.0, 0.7, 2.0, graph, is_sparse=is_sparse)
     prior = sparse_prior(d)
     found = GMRF(0.0, sparse.eye_array(60))
-    found.pattern, found.values = prior.pattern, prior.values
+    found.pattern, found.values, found.sums = prior.pattern, prior.values, prior.sums
     x = np.random.default_rng(0).normal(size=60).astype(np.float32)
 
     @jax.jit

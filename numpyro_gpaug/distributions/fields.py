@@ -28,7 +28,12 @@ from numpyro_gpaug.distributions.zero_sum import ZeroSumByComponent, centred, su
 from numpyro_gpaug.math import sparse_cholesky
 from numpyro_gpaug.math.linalg import precise
 from numpyro_gpaug.math.sparse_pattern import Pattern
-from numpyro_gpaug.math.sparse_terms import by_columns, sum_of_terms
+from numpyro_gpaug.math.sparse_terms import (
+    by_columns,
+    row_sums,
+    sum_of_terms,
+    sums_of_rows,
+)
 
 _LOG_2PI = float(np.log(2 * np.pi))
 
@@ -294,7 +299,7 @@ class GMRF(dist.Distribution):
     arg_constraints = {"loc": constraints.real_vector}
     support = constraints.real_vector
     reparametrized_params = ["loc", "values"]
-    pytree_data_fields = ("values",)
+    pytree_data_fields = ("values", "sums")
     pytree_aux_fields = ("pattern",)
 
     def __init__(
@@ -304,6 +309,7 @@ class GMRF(dist.Distribution):
         if isinstance(precision, BCOO):
             terms = [(1.0, precision)]
         self.pattern, self.values = sum_of_terms(terms, "precision")
+        self.sums = sums_of_rows(terms)
         _refuse_free_levels(self.pattern, [matrix for _, matrix in terms])
         size = self.pattern.size
         if np.ndim(loc) and np.shape(loc)[-1] not in (1, size):
@@ -327,12 +333,12 @@ class GMRF(dist.Distribution):
     @precise
     def log_prob(self, value: Array) -> Array:
         x = value - self.loc
+        entries = sparse_cholesky.with_sums(self.pattern, self.values, self.sums)
         pulled = by_columns(
-            lambda b: sparse_cholesky.matvec(self.pattern, self.values, b), x
+            lambda b: sparse_cholesky.product(self.pattern, entries, b), x
         )
-        log_det = sparse_cholesky.log_det(self.pattern, self.values)
         constant = jnp.asarray(self.pattern.size * _LOG_2PI, x.dtype)
-        return 0.5 * (log_det - constant - jnp.vecdot(x, pulled))
+        return 0.5 * (self._log_det() - constant - jnp.vecdot(x, pulled))
 
     @property
     def mean(self) -> Array:
@@ -349,8 +355,13 @@ class GMRF(dist.Distribution):
         return SparsePrior(
             self.pattern, self.values, None, self.loc,
             (jnp.ones((), self.loc.dtype),),
-            lambda: sparse_cholesky.log_det(self.pattern, self.values),
+            self._log_det, sums=self.sums,
         )  # fmt: skip
+
+    def _log_det(self) -> Array:
+        if self.sums is None:
+            return sparse_cholesky.log_det(self.pattern, self.values)
+        return sparse_cholesky.log_det_with_sums(self.pattern, self.values, self.sums)
 
 
 def _refuse_free_levels(pattern: Pattern, matrices: list[Any]) -> None:
@@ -364,9 +375,8 @@ def _refuse_free_levels(pattern: Pattern, matrices: list[Any]) -> None:
     if not all(map(sparse.issparse, matrices)):
         return
     free = np.ones(pattern.size, bool)
-    for matrix in map(sparse.coo_array, matrices):
-        eps = np.finfo(np.result_type(matrix.dtype, np.float32)).eps
-        free &= abs(matrix.sum(1)) <= 8 * eps * abs(matrix).sum(1)
+    for matrix in matrices:
+        free &= row_sums(matrix) == 0
     if not free.any():
         return
     places = np.ones(len(pattern.rows)), (pattern.rows, pattern.columns)

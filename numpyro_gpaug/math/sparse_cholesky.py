@@ -30,6 +30,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.typing import ArrayLike
+from scipy.sparse import coo_array, csgraph
 
 from numpyro_gpaug.math import linalg, small
 from numpyro_gpaug.math.arrays import STATIC
@@ -256,6 +258,29 @@ def _log_det_jvp(pattern: Pattern, primals: Any, tangents: Any) -> tuple[Array, 
     factored = factor(pattern, *primals)
     inverse = pattern.multiplicity * factored.selected_inverse()
     return factored.log_det, (inverse * tangents[0]).sum()
+
+
+def log_det_with_sums(pattern: Pattern, values: Array, sums: ArrayLike) -> Array:
+    """Return the logarithm of the determinant of a matrix Q whose sums of rows s are
+    known better than its entries, see :func:`with_sums`.
+
+    If neighbours are alike, rounding of the diagonal decides how small the eigenvalue
+    of a constant is. With a multiple c of ``e_k e_k'`` added (k the last node of a
+    connected component), it is not small. Since ``Q 1 = s``, ``|Q| = |Q + c e_k e_k'|
+    h_k``, where h solves ``(Q + c e_k e_k') h = s``.
+
+    :param pattern: the places of the entries.
+    :param values: the entries, (nnz,).
+    :param sums: the sums, (size,).
+    """
+    places = np.ones(len(pattern.rows)), (pattern.rows, pattern.columns)
+    graph = coo_array(places, shape=(pattern.size,) * 2)
+    count, labels = csgraph.connected_components(graph, directed=False)
+    last = np.zeros(count, int)
+    last[labels] = np.arange(pattern.size)
+    raised = values.at[pattern.diagonal[last]].multiply(2)
+    h = solve(pattern, raised, jnp.asarray(sums, values.dtype))
+    return log_det(pattern, raised) + jnp.log(h[last]).sum()
 
 
 @partial(jax.jit, static_argnums=0)

@@ -60,6 +60,29 @@ def sum_of_terms(terms: Iterable[Any], name: str) -> tuple[Pattern, Array]:
     return pattern, total
 
 
+def sums_of_rows(terms: Iterable[Any]) -> Array | None:
+    """Return the sums of rows, (size,), of ``sum of coefficient * matrix``, without the
+    rounding of its entries; ``None`` if a matrix is a BCOO, which may be traced.
+
+    :param terms: as for :func:`sum_of_terms`.
+    """
+    total: Any = 0
+    for coefficient, matrix in terms:
+        if not sparse.issparse(matrix):
+            return None
+        total = total + coefficient * jnp.asarray(row_sums(matrix), float)
+    return total
+
+
+def row_sums(matrix: Any) -> np.ndarray:
+    """Return the sums of the rows of a SciPy matrix: zero, if they are of the size of
+    rounding."""
+    matrix = sparse.coo_array(matrix)
+    eps = np.finfo(np.result_type(matrix.dtype, np.float32)).eps
+    sums = np.asarray(matrix.sum(1), float)
+    return np.where(abs(sums) <= 8 * eps * abs(matrix).sum(1), 0, sums)
+
+
 def indefinite_node(pattern: Pattern, values: np.ndarray) -> tuple[int, float] | None:
     """Return a node at which a matrix stops being positive definite, and the precision
     that is left of it after others are eliminated; ``None`` if float32 factorises the
