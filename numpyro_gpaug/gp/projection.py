@@ -7,8 +7,8 @@ on differences of function values, whose variances are far smaller. A kernel tha
 a constant and the deviation from it (``kernel.constant``, ``kernel.deviation``)
 computes these differences without cancellation:
 :class:`~numpyro_gpaug.math.whitening.Differenced`. Whitened values are the same as
-without it. The derivatives of the projection do not need this, and are those of
-``L^-1 K_ZX`` as written. Those of the variance that is left do: see :func:`_left`.
+without it. Derivatives do not need this, but forms in which ``L^-1`` does not multiply
+rounding errors of sums over rows.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from numpyro_gpaug.gp.kernels._base import constant_of, deviation_of
 from numpyro_gpaug.math.linalg import (
     as_inverse_root,
     inverse_cholesky,
+    lower_half,
     precise,
-    valued,
     with_jitter,
 )
 from numpyro_gpaug.math.whitening import Differenced, differenced, inverse_root
@@ -85,7 +85,8 @@ def project(gp: Any, whitener: Whitener, X: Array) -> Projected:
     if whitener.values is not None:
         return _Deviations(gp).project(whitener, whitener.values, X)
     cross, variance = lead(gp.kernel(X, gp.inducing), 2), lead(gp.kernel(X), 1)
-    projection = _product(whitener.inverse, cross)
+    found = _product(whitener.inverse, cross)
+    projection = _projected(found, *whitener[:2], cross)
     left = variance - jnp.square(projection).sum(-2)
     left = _left(left, *whitener[:2], projection, cross, variance)
     return Projected(projection, jnp.maximum(left, 0))
@@ -109,7 +110,7 @@ class _Deviations:
         across, own = self._at(X)
         found, left = values.project(*map(lax.stop_gradient, (across, own)))
         cross, variance = self._constant + across, self._constant[..., 0] + own
-        projection = valued(_product(whitener.inverse, cross), found)
+        projection = _projected(found, *whitener[:2], cross)
         left = _left(left, *whitener[:2], projection, cross, variance)
         return Projected(projection, jnp.maximum(left, 0))
 
@@ -118,6 +119,26 @@ class _Deviations:
         variance, (1 or C, N, M) and (1 or C, N)."""
         across = lead(deviation_of(self._kernel, X, self._inducing), 2)
         return across, lead(deviation_of(self._kernel, X), 1)
+
+
+@jax.custom_jvp
+def _projected(value: Array, inverse: Array, gram: Array, cross: Array) -> Array:
+    """Return ``value``, which is ``A = L^-1 K_ZX``, with its derivative ``L^-1 dK_ZX -
+    half(L^-1 dK_ZZ L^-T) A``.
+
+    The chain rule has ``L^-1 K_ZX`` for A there, so that a gradient would be ``L^-T``,
+    whose entries may be large, times a sum over rows that is rounded.
+    """
+    del inverse, gram, cross
+    return value
+
+
+@_projected.defjvp
+@precise
+def _projected_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    found, inverse = _projected(*primals), primals[1]
+    _, _, gram, cross = tangents
+    return found, _product(inverse, cross) - lower_half(inverse, gram) @ found
 
 
 @jax.custom_jvp
