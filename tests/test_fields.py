@@ -16,6 +16,7 @@ import numpyro_gpaug as gpaug
 from numpyro_gpaug.distributions import BYM2, GMRF, ICAR, RandomWalk2, SpaceTime
 from numpyro_gpaug.distributions.sparse_prior import sparse_prior
 from numpyro_gpaug.math.sparse_terms import indefinite_node, sum_of_terms
+from numpyro_gpaug.model.gaussians import whitening
 
 
 def planar(num, seed=0):
@@ -180,8 +181,12 @@ def test_a_small_multiple_of_the_identity_is_not_lost_in_rounding(sd):
     field = GMRF(np.float32(0), [(1 / sd**2, alike.tocsr()), (small, eye)])
     x = (30 + np.random.default_rng(0).normal(size=288)).astype(np.float32)
     precision = float(1 / sd**2) * alike.toarray() + float(small) * np.eye(288)
-    expected = log_density(np.linalg.inv(precision), x)
+    covariance = np.linalg.inv(precision)
+    expected = log_density(covariance, x)
     np.testing.assert_allclose(field.log_prob(x), expected, atol=1e-2)
+    np.testing.assert_allclose(field.variance, covariance.diagonal(), 1e-3)
+    half = whitening(field).value(jnp.eye(288))
+    np.testing.assert_allclose(half.T @ half, covariance, 1e-3, 1e-1)
 
 
 def test_gmrf_takes_sparse_matrices_of_jax():

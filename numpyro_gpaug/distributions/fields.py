@@ -326,8 +326,9 @@ class GMRF(dist.Distribution):
     def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
         shape = (*sample_shape, *self.batch_shape, *self.event_shape)
         noise = random.normal(key, shape, self.loc.dtype)
-        factor = sparse_cholesky.factor(self.pattern, self.values)
-        return self.loc + by_columns(factor.half_solve_transposed, noise)
+        given = self.pattern, self.values, self.sums
+        draws = partial(sparse_cholesky.half_solve_with_sums, *given)
+        return self.loc + by_columns(draws, noise)
 
     @validate_sample
     @precise
@@ -347,9 +348,10 @@ class GMRF(dist.Distribution):
     @property
     @precise
     def variance(self) -> Array:
-        factor = sparse_cholesky.factor(self.pattern, self.values)
-        variances = factor.selected_inverse()[self.pattern.diagonal]
-        return jnp.broadcast_to(variances, self.shape())
+        given = self.pattern, self.values, self.sums
+        return jnp.broadcast_to(
+            sparse_cholesky.variances_with_sums(*given), self.shape()
+        )
 
     def _sparse_precision(self) -> SparsePrior:
         return SparsePrior(
@@ -359,8 +361,6 @@ class GMRF(dist.Distribution):
         )  # fmt: skip
 
     def _log_det(self) -> Array:
-        if self.sums is None:
-            return sparse_cholesky.log_det(self.pattern, self.values)
         return sparse_cholesky.log_det_with_sums(self.pattern, self.values, self.sums)
 
 

@@ -260,19 +260,28 @@ def _log_det_jvp(pattern: Pattern, primals: Any, tangents: Any) -> tuple[Array, 
     return factored.log_det, (inverse * tangents[0]).sum()
 
 
-def log_det_with_sums(pattern: Pattern, values: Array, sums: ArrayLike) -> Array:
-    """Return the logarithm of the determinant of a matrix Q whose sums of rows s are
-    known better than its entries, see :func:`with_sums`.
+class _Held(NamedTuple):
+    """A matrix Q whose sums of rows s are known better than its entries, with the level
+    of every connected component held.
 
     If neighbours are alike, rounding of the diagonal decides how small the eigenvalue
-    of a constant is. With a multiple c of ``e_k e_k'`` added (k the last node of a
-    connected component), it is not small. Since ``Q 1 = s``, ``|Q| = |Q + c e_k e_k'|
-    h_k``, where h solves ``(Q + c e_k e_k') h = s``.
+    of a constant is. In ``H = Q + sum_k c_k e_k e_k'`` (k the last node of each
+    component) it is not small. Since ``Q 1 = s``, ``|Q| = |H| prod_k h_k``, where h
+    solves ``H h = s``.
 
-    :param pattern: the places of the entries.
-    :param values: the entries, (nnz,).
-    :param sums: the sums, (size,).
+    :param values: the entries of H, (nnz,).
+    :param labels: the component of each node, (size,).
+    :param last: the nodes k, by component.
+    :param left: ``h_k``, by component.
     """
+
+    values: Array
+    labels: np.ndarray
+    last: np.ndarray
+    left: Array
+
+
+def _held(pattern: Pattern, values: Array, sums: ArrayLike) -> _Held:
     places = np.ones(len(pattern.rows)), (pattern.rows, pattern.columns)
     graph = coo_array(places, shape=(pattern.size,) * 2)
     count, labels = csgraph.connected_components(graph, directed=False)
@@ -280,7 +289,65 @@ def log_det_with_sums(pattern: Pattern, values: Array, sums: ArrayLike) -> Array
     last[labels] = np.arange(pattern.size)
     raised = values.at[pattern.diagonal[last]].multiply(2)
     h = solve(pattern, raised, jnp.asarray(sums, values.dtype))
-    return log_det(pattern, raised) + jnp.log(h[last]).sum()
+    return _Held(raised, labels, last, h[last])
+
+
+def log_det_with_sums(pattern: Pattern, values: Array, sums: Any) -> Array:
+    """Return the logarithm of the determinant, as :func:`log_det`.
+
+    :param pattern: the places of the entries.
+    :param values: the entries, (nnz,).
+    :param sums: the sums of rows, (size,), if they are known better than the entries.
+    """
+    if sums is None:
+        return log_det(pattern, values)
+    held = _held(pattern, values, sums)
+    return log_det(pattern, held.values) + jnp.log(held.left).sum()
+
+
+@precise
+def variances_with_sums(pattern: Pattern, values: Array, sums: Any) -> Array:
+    """Return the diagonal of ``Q^-1``, (size,): that of ``H^-1`` and, with its column p
+    of k, of ``c_k p p' / h_k`` in every component.
+
+    :param pattern: the places of the entries.
+    :param values: the entries, (nnz,).
+    :param sums: the sums of rows, (size,), if they are known better than the entries.
+    """
+    if sums is None:
+        return factor(pattern, values).selected_inverse()[pattern.diagonal]
+    held = _held(pattern, values, sums)
+    factored = factor(pattern, held.values)
+    column = factored.solve(jnp.zeros(pattern.size, values.dtype).at[held.last].set(1))
+    level = values[pattern.diagonal[held.last]] / held.left
+    inner = factored.selected_inverse()[pattern.diagonal]
+    return inner + level[held.labels] * jnp.square(column)
+
+
+@precise
+def half_solve_with_sums(pattern: Pattern, values: Array, sums: Any, e: Array) -> Array:
+    """Return ``B e``, where ``B B' = Q^-1``: draws, of standard normal numbers.
+
+    With ``H = L L'`` and ``q = L^-1 e_k``, ``Q^-1`` is ``L^-T (I + (1 / h_k - 1) q q' /
+    q'q) L^-1`` in every component.
+
+    :param pattern: the places of the entries.
+    :param values: the entries, (nnz,).
+    :param sums: the sums of rows, (size,), if they are known better than the entries.
+    :param e: (size, k).
+    """
+    if sums is None:
+        return factor(pattern, values).half_solve_transposed(e)
+    held = _held(pattern, values, sums)
+    factored = factor(pattern, held.values)
+    q = factored.half_solve(jnp.zeros(pattern.size, e.dtype).at[held.last].set(1))
+
+    def by_component(x: Array) -> Array:
+        return jax.ops.segment_sum(x, held.labels, len(held.last))
+
+    longer = (held.left**-0.5 - 1) / by_component(q * q)
+    along = longer[:, None] * by_component(q[:, None] * e)
+    return factored.half_solve_transposed(e + q[:, None] * along[held.labels])
 
 
 @partial(jax.jit, static_argnums=0)

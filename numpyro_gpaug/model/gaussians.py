@@ -27,7 +27,7 @@ from numpyro_gpaug.distributions.sparse_prior import SparsePrior, sparse_prior
 from numpyro_gpaug.gaussians import Layout, Sparse
 from numpyro_gpaug.likelihoods.expectations import base_distribution, is_masked
 from numpyro_gpaug.math import linalg, small
-from numpyro_gpaug.math.sparse_cholesky import product
+from numpyro_gpaug.math.sparse_cholesky import half_solve_with_sums, product
 
 _AFFINE = (
     transforms.AffineTransform,
@@ -99,7 +99,13 @@ class Field(NamedTuple):
 
     def root(self) -> Array:
         """The coordinates that independent standard normal numbers make, (N, rank)."""
-        given = self.prior.entries, self.prior.log_det()
+        prior = self.prior
+        if prior.constraints is None:
+            return half_solve_with_sums(
+                prior.pattern, prior.values, prior.sums,
+                jnp.eye(prior.pattern.size, dtype=prior.values.dtype),
+            )  # fmt: skip
+        given = prior.entries, prior.log_det()
         moments = self.structure.prior(given[0].dtype, given).natural.moments()
         return moments.unwhiten(jnp.eye(moments.rank, dtype=given[0].dtype)).T
 
