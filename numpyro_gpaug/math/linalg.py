@@ -139,7 +139,7 @@ def sum_of_products(left: Array, right: Array) -> Array:
     """
     number, width = left.shape[-2:]
     # Smaller products of wide rows would take longer.
-    size = max(_BLOCK, 4 * width)
+    size = _BLOCK if width <= 4 else 4 * max(_BLOCK, width)
     # With several devices, blocks would move rows from one to another.
     if number <= max(size, _FEW) or shards() > 1:
         return left.mT @ right
