@@ -7,8 +7,8 @@ on differences of function values, whose variances are far smaller. A kernel tha
 a constant and the deviation from it (``kernel.constant``, ``kernel.deviation``)
 computes these differences without cancellation:
 :class:`~numpyro_gpaug.math.whitening.Differenced`. Whitened values are the same as
-without it. Derivatives do not need this, but forms in which ``L^-1`` does not multiply
-rounding errors of sums over rows.
+without it. Derivatives do not need this. They are written so that ``L^-1`` does not
+multiply rounding errors of sums over rows.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ def _projected(value: Array, inverse: Array, gram: Array, cross: Array) -> Array
     """Return ``value``, which is ``A = L^-1 K_ZX``, with its derivative ``L^-1 dK_ZX -
     half(L^-1 dK_ZZ L^-T) A``.
 
-    The chain rule has ``L^-1 K_ZX`` for A there, so that a gradient would be ``L^-T``,
-    whose entries may be large, times a sum over rows that is rounded.
+    The chain rule would multiply rounded sums over rows by ``L^-1``, whose entries may
+    be large.
     """
     del inverse, gram, cross
     return value

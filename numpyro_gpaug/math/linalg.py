@@ -154,8 +154,8 @@ def sum_of_products(left: Array, right: Array) -> Array:
 
 
 def pairwise_sum(x: Array) -> Array:
-    """Return the sum over the first axis, as a sum of sums of pairs: its error does not
-    grow with the number of terms."""
+    """Return the sum over the first axis, as a sum of sums of pairs. Its error grows
+    with the logarithm of the number of terms."""
     while len(x) > 1:
         half = len(x) // 2
         pairs = x[:half] + x[half : 2 * half]
@@ -164,8 +164,10 @@ def pairwise_sum(x: Array) -> Array:
 
 
 def added_at(total: Array, places: tuple[Array, ...], values: Array) -> Array:
-    """Return ``total.at[places].add(values)`` for very many rows of values, of which
-    many have the same place. They are added to several copies of the array; the reason
+    """Return ``total.at[places].add(values)``, accurate also where many rows share a
+    place.
+
+    The rows are added to several copies of the array, whose sum is returned. The reason
     is that of :func:`sum_of_products`.
 
     :param total: an array whose leading axes the places index.
