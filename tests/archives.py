@@ -1,11 +1,8 @@
-"""Posteriors of every kind that is saved, none of them fitted, and edits of headers."""
+"""Posteriors of every kind that is saved, none of them fitted."""
 
-import copy
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
@@ -57,12 +54,6 @@ def at_start(guide, *args: Any, **kwargs: Any) -> gpaug.Posterior:
     return unfitted(gpaug.ConjugateSVI(guide.model, guide, None), *args, **kwargs)
 
 
-def nested() -> gpaug.Posterior:
-    fit = gpaug.NestedVI(dense, num_points=32, progress_bar=False)
-    fit.run(jax.random.key(0), X, Y)
-    return fit.posterior(3)
-
-
 # By name: a function that makes a posterior, and the model that loads it.
 KINDS = {
     "sparse": (
@@ -78,40 +69,4 @@ KINDS = {
         lambda: at_start(gpaug.AutoLatentGaussian(groups), STEPS % 50, COUNTS), groups
     ),
     "chain": (lambda: at_start(gpaug.AutoLatentGaussian(walk), STEPS, COUNTS), walk),
-    "nested": (nested, dense),
 }  # fmt: skip
-
-_MISSING = object()
-
-
-def edits(header: Any) -> Iterator[tuple[str, Any]]:
-    """Return pairs of headers before and after an edit: every field is left out, null,
-    of another type, negative, huge, nested, or has a sibling.
-    """
-    for place, old in _fields(header):
-        beside = [{**old, "extra": 1}] if isinstance(old, dict) else [[old, old]]
-        if isinstance(old, list):
-            beside += [old[1:], old + [None]]
-        others = (
-            _MISSING, None, "x", -1, 10**30, 1.5, True, [], {}, [old], {"dict": old},
-            {"array": "none"}, {"plain": [1]}, *beside,
-        )  # fmt: skip
-        for new in others:
-            if new != old:
-                found = copy.deepcopy(header)
-                inside = found
-                for key in place[:-1]:
-                    inside = inside[key]
-                if new is _MISSING:
-                    del inside[place[-1]]
-                else:
-                    inside[place[-1]] = new
-                yield f"{'.'.join(map(str, place))}: {new}", found
-
-
-def _fields(tree: Any, place: tuple[Any, ...] = ()) -> Iterator[Any]:
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree)
-    for key, value in items:
-        yield (*place, key), value
-        if isinstance(value, dict | list):
-            yield from _fields(value, (*place, key))

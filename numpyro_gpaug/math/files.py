@@ -13,7 +13,7 @@ from enum import Enum
 from os import PathLike
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Any, Union, get_args, get_origin, get_type_hints
 from uuid import uuid4
 
 import numpy as np
@@ -88,30 +88,11 @@ def _lock(file: Any, *, raises: bool = False) -> None:
             raise
 
 
-class Contents(NamedTuple):
-    """The contents of a file.
-
-    :param header: read from JSON.
-    :param arrays: plain arrays by name.
-    :param unedited: whether both are unchanged since they were written.
-    """
-
-    header: dict[str, Any]
-    arrays: dict[str, np.ndarray]
-    unedited: bool
-
-    def check(self) -> None:
-        """Raise for a file that was edited. This check is last, since other checks name
-        the place."""
-        if not self.unedited:
-            raise ValueError("it was edited")
-
-
-def read(path: str | PathLike[str]) -> Contents:
-    """Return the contents that :func:`write` wrote.
+def read(path: str | PathLike[str]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Return the header and the arrays that :func:`write` wrote.
 
     :param path: the file.
-    :raises ValueError: for a file in another form.
+    :raises ValueError: for a file in another form, and for one that was edited.
     """
     with open(path, "rb") as file, zipfile.ZipFile(file) as archive:
         members = archive.infolist()
@@ -122,10 +103,10 @@ def read(path: str | PathLike[str]) -> Contents:
         if not stored or sum(m.file_size for m in members) > size:
             raise ValueError("it is compressed, or claims more than it holds")
         arrays = {m.filename.removesuffix(".npy"): _array(archive, m) for m in members}
-    text = str(arrays.pop("meta"))
-    header = typed(json.loads(text), dict[str, Any], "header")
-    checksum = arrays.pop("checksum", None)
-    return Contents(header, arrays, checksum == _checksum(text, arrays))
+    text, checksum = str(arrays.pop("meta")), arrays.pop("checksum")
+    if checksum != _checksum(text, arrays):
+        raise ValueError("it was edited")
+    return json.loads(text), arrays
 
 
 def _checksum(text: str, arrays: dict[str, np.ndarray]) -> np.uint32:

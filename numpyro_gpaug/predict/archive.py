@@ -22,7 +22,6 @@ from numpyro_gpaug.gaussians import STRUCTURES
 from numpyro_gpaug.gp.conditional import Conditional
 from numpyro_gpaug.guides import AutoLatentGaussian, AutoSparseGP
 from numpyro_gpaug.guides.base import ProcessGuide
-from numpyro_gpaug.guides.function_posterior import InducingPosterior
 from numpyro_gpaug.guides.sparse_gp import standard
 from numpyro_gpaug.likelihoods.expectations import base_distribution
 from numpyro_gpaug.math.arrays import enable_x64, in_dtype_of
@@ -180,35 +179,6 @@ def _agree(found: Any, saved: Any) -> bool:
     both = np.isfinite(one) & np.isfinite(other)
     scale = np.abs(other[both]).max(initial=0)
     return np.allclose(one[both], other[both], rtol=1e-3, atol=1e-3 * scale)
-
-
-def check_whole(
-    structure: Structure,
-    fitted: Fitted,
-    sites: dict[str, SiteMoments],
-    *,
-    by_params: bool,
-) -> None:
-    """Raise for a fit with missing parts, or parts of other shapes.
-
-    :param structure: the structure of the fit.
-    :param fitted: its saved parts.
-    :param sites: posteriors of jointly Gaussian latents.
-    :param by_params: whether the guide reads its blocks from params, not from moments.
-    :raises ValueError: for such a fit; it names the parts.
-    """
-    structure.sources()  # this records the affine maps, which are as many as predictors
-    own = [*fitted.own, *(fitted.members.own if fitted.members else ())]
-    blocks = [] if by_params else sorted(b.name for b in structure.blocks)
-    if sorted(own) != blocks:
-        raise ValueError(f"it has moments of {own}")
-    shapes = {k: x.shape for k, x in structure.zeros.items()}
-    for name, (mean, variance, covariance) in sites.items():
-        flat = [math.prod(mean.shape)] * 2
-        found = mean.shape, variance.shape, covariance and [*covariance().shape]
-        shape = shapes.get(name)
-        if found not in ((shape, shape, None), (shape, shape, flat)):
-            raise ValueError(f"the posterior of {name!r} has shapes {found}")
 
 
 def _is_shape(leaf: Any) -> bool:
@@ -412,14 +382,14 @@ def read_fit(
 ) -> SavedFit:
     """Read a fit; see :meth:`~numpyro_gpaug.Posterior.load`."""
     with refusing(f"{path} is foreign, truncated or damaged"):
-        contents = read(path)
-        if "state" in contents.header:
+        header, plain_arrays = read(path)
+        if "state" in header:
             raise ArchiveError(
                 f"{path} contains a state of a fit. Read it with load_state"
             )
         with enable_x64(True):  # in their saved dtype
-            arrays = {k: jnp.asarray(x) for k, x in contents.arrays.items()}
-        parts = {k: unpack(x, arrays) for k, x in contents.header.items()}
+            arrays = {k: jnp.asarray(x) for k, x in plain_arrays.items()}
+        parts = {k: unpack(x, arrays) for k, x in header.items()}
         found: _Header = typed(parts, _Header, "header")
         structure = found.structure.structure
         joint = structure.joint
@@ -435,20 +405,16 @@ def read_fit(
                 "load(path, model, guide)"
             )
         with in_dtype_of((found.values, found.moments)):
-            fitted = Fitted(
-                found.values, _moments(structure, found.moments),
-                _members(structure, found.members),
-            )  # fmt: skip
+            own, members = _moments(structure, found.moments), found.members
+            if members is not None:
+                members = members._replace(own=_moments(structure, members.own))
             predictor = predictor_for(guide, model, structure)
         kept = (getattr(found, k) for k in FitArguments._fields[1:])
         sites = {k: _site(*m) for k, m in found.sites.items()}
         known = KnownSites(sites, found.marks, found.rule_errors)
         arguments = FitArguments(found.arguments, *kept)
+        fitted = Fitted(found.values, own, members)
         fit = SavedFit(predictor, fitted, arguments, known)
-        with in_dtype_of(fitted):
-            by_params = type(guide.function_posterior) is not InducingPosterior
-            check_whole(structure, fitted, sites, by_params=by_params)
-        contents.check()
     if found.model is not None:
         with refusing(f"{path} does not fit the model given"), in_dtype_of(fitted):
             check_model(fit.description(), found.model)
@@ -469,37 +435,14 @@ def _site(mean: Array, variance: Array, covariance: Array | None) -> SiteMoments
     return SiteMoments(mean, variance, known)
 
 
-def _members(structure: Structure, saved: Members | None) -> Members | None:
-    if saved is None:
-        return None
-    count = len(saved.log_weights)
-    if any(len(x) != count for x in saved.values.values()):
-        raise ValueError(f"there are {count} members, but another number of values")
-    return saved._replace(own=_moments(structure, saved.own, (count,)))
-
-
-def _moments(
-    structure: Structure, saved: dict[str, Any], leading: tuple[int, ...] = ()
-) -> Values:
-    """Return moments by block; raise if they do not have the sizes of the blocks.
-
-    :param leading: sizes of leading axes.
-    """
+def _moments(structure: Structure, saved: dict[str, Any]) -> Values:
+    """Return moments by block, from their leaves."""
 
     def made() -> dict[str, Any]:
         if structure.joint:
             return {JOINT: structure.form.standard(structure.dtype).moments()}
         return {b.name: standard(b).natural.moments() for b in structure.blocks}
 
-    like, own = jax.eval_shape(made), dict[str, Any]()
-    for name, leaves in saved.items():
-        if name not in like:
-            raise ValueError(f"it has moments of {name!r}, which is not a latent")
-        given = [x.shape for x in leaves]
-        expected = [(*leading, *x.shape) for x in jax.tree.leaves(like[name])]
-        if given != expected:
-            raise ValueError(
-                f"moments of {name!r} have shapes {given}, expected {expected}"
-            )
-        own[name] = jax.tree.unflatten(jax.tree.structure(like[name]), leaves)
-    return own
+    like = jax.eval_shape(made)
+    trees = {k: jax.tree.structure(like[k]) for k in saved}
+    return {k: jax.tree.unflatten(trees[k], leaves) for k, leaves in saved.items()}

@@ -14,7 +14,7 @@ from jax import Array
 
 from numpyro_gpaug.errors import ArchiveError
 from numpyro_gpaug.infer.vi.latent_gaussian import Natural
-from numpyro_gpaug.math.files import read, refusing, typed, write
+from numpyro_gpaug.math.files import read, refusing, write
 from numpyro_gpaug.model.arguments import Values
 
 
@@ -134,17 +134,16 @@ def load_state(path: str | PathLike[str], like: ConjugateState) -> ConjugateStat
     :raises ArchiveError: if the file is damaged, or does not contain such a state.
     """
     check_state(like, "like")
-    damaged = f"{path} is not the file of a state, or is damaged"
-    with refusing(damaged):
-        contents = read(path)
-        saved = typed(contents.header.get("state"), tuple[str, ...] | None, "state")
+    with refusing(f"{path} is not the file of a state, or is damaged"):
+        header, arrays = read(path)
+    saved = header.get("state")
     leaves, treedef = jax.tree_util.tree_flatten_with_path(like)
     names = [jax.tree_util.keystr(name) for name, _ in leaves]
     if saved is None:
         raise ArchiveError(
             f"{path} contains a posterior, not a state. Read it with Posterior.load"
         )
-    if list(saved) != names:
+    if saved != names:
         only = sorted({*saved} ^ {*names})
         raise ArchiveError(
             f"{path} contains the state of another fit, or of another version: {only} "
@@ -152,7 +151,7 @@ def load_state(path: str | PathLike[str], like: ConjugateState) -> ConjugateStat
         )
     found = []
     for i, (name, (_, x)) in enumerate(zip(names, leaves, strict=True)):
-        array, plain = contents.arrays.get(f"leaf{i}"), _plain(x)
+        array, plain = arrays.get(f"leaf{i}"), _plain(x)
         if array is None or (array.shape, array.dtype) != (plain.shape, plain.dtype):
             raise ArchiveError(
                 f"{path}: {name} has shape {getattr(array, 'shape', None)}, but that "
@@ -160,8 +159,6 @@ def load_state(path: str | PathLike[str], like: ConjugateState) -> ConjugateStat
             )
         made = jnp.asarray(array)
         found.append(jax.random.wrap_key_data(made) if _is_key(x) else made)
-    with refusing(damaged):
-        contents.check()
     return jax.tree.unflatten(treedef, found)
 
 
