@@ -381,23 +381,29 @@ def test_an_evaluation_takes_transitions_from_the_model():
     np.testing.assert_allclose(other, svi.evaluate(state, *given), rtol=1e-4)
 
 
-def test_the_deviation_of_a_level_beside_a_process():
-    """Its precision is a small difference of sums over equal terms."""
+def test_a_level_beside_a_process():
+    """Its precision and its potential are small differences of sums of large terms."""
 
-    def model(t, y=None):
+    def model(t, noise, y=None):
         level = numpyro.sample("level", dist.Normal(0, 100))
-        f = gpaug.GaussianProcess("f", kernels.Matern32(2.6, 7.0), markov=True)(t)
+        f = gpaug.GaussianProcess("f", kernels.Matern32(50.0, 7.0), markov=True)(t)
         with numpyro.plate("data", len(t)):
-            numpyro.sample("y", dist.Normal(level + f, 0.03), obs=y)
+            numpyro.sample("y", dist.Normal(level + f, noise), obs=y)
 
-    t = np.arange(1000.0)
+    rng, t = np.random.default_rng(0), np.arange(1000.0)
+    noise = np.float32(10 ** rng.uniform(-2, 0, 1000))
+    y = np.float32(np.sin(t / 9) + noise * rng.normal(size=1000))
     svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
-    fit = svi.run(jax.random.key(0), 2, t, np.sin(t / 9), progress_bar=False)
-    distance = np.sqrt(3) * abs(t[:, None] - t) / 2.6
-    covariance = 7 * (1 + distance) * np.exp(-distance) + 0.03**2 * np.eye(1000)
-    precision = np.linalg.solve(covariance, np.ones(1000)).sum() + 1e-4
-    found = svi.posterior(fit)["level"].variance
-    np.testing.assert_allclose(found * precision, 1, atol=0.1)
+    fit = svi.run(jax.random.key(0), 2, t, noise, y, progress_bar=False)
+    distance = np.sqrt(3) * abs(t[:, None] - t) / 50
+    covariance = 7 * (1 + distance) * np.exp(-distance)
+    covariance += np.diag(np.float64(noise) ** 2)
+    weights = np.linalg.solve(covariance, np.ones(1000))
+    precision = weights.sum() + 1e-4
+    found = svi.posterior(fit)["level"]
+    np.testing.assert_allclose(found.variance * precision, 1, atol=0.15)
+    off = (found.mean - weights @ y / precision) * precision**0.5
+    assert abs(off) < 0.01
 
 
 def test_plain_numpyro_has_the_density_of_independent_numbers():

@@ -338,10 +338,21 @@ def times(prior: GaussianPrior, information: Any, mean: Array | None = None) -> 
     information = with_centre(prior, information)
     if mean is None:
         return jax.tree.map(jnp.add, prior.natural, information)
-    total = jax.tree.map(jnp.add, prior.natural, information.moved(mean))
-    if not hasattr(total, "centre"):
-        return total
-    return total._replace(potential=total.potential - prior.pull(total.centre))
+    if not hasattr(information, "centre"):
+        return jax.tree.map(jnp.add, prior.natural, information.moved(mean))
+    return jax.tree.map(jnp.add, natural_at(prior, mean), information)
+
+
+def natural_at(prior: GaussianPrior, centre: Array) -> Any:
+    """Return the natural parameters of a prior with a centre. A prior whose pull is
+    not accurate has a method of this name.
+
+    :param prior: a prior of mean zero.
+    :param centre: latents, (1, M).
+    """
+    if (own := getattr(prior, "natural_at", None)) is not None:
+        return own(centre)
+    return prior.natural._replace(potential=-prior.pull(centre), centre=centre)
 
 
 def with_centre(prior: GaussianPrior, information: Any) -> Any:

@@ -260,15 +260,16 @@ class ChainNatural(NamedTuple):
     """A Gaussian along chains in natural parameters. Information that is added to it
     has links of zero.
 
-    :param potential: of deviations from the centre, (1, G R + K).
+    :param potential: of deviations from the centre, (1, G R + K). If the noise of steps
+        has covariances of its own, that of steps is the data's alone: the pull of the
+        prior is a small difference of large numbers.
     :param groups: W, the additional precision of each step, (1, G, R, R).
     :param border: B, (1, G, R, K).
     :param corner: the corner of the precision, (1, K, K).
     :param links: A, the transition matrices to each step, (1, chains, steps, R, R);
         zero at a chain's start. Whiteners of the noise and units may follow, as in
         :func:`~numpyro_gpaug.math.recurrences.split`.
-    :param centre: (1, G R + K); zero for steps whose noise has covariances of its own,
-        because their means have no accurate gradients.
+    :param centre: (1, G R + K).
     """
 
     potential: Array
@@ -297,15 +298,19 @@ class ChainNatural(NamedTuple):
             gain = small.product(covariance, ahead.mT)
         else:
             gain, kept = _correlated(links, whitener, so_far)
-        own, corner = layout.split(self.potential)
+        own, _ = layout.split(self.potential)
+        centre, others = layout.split(self.centre)
+        if whitener is not None:
+            # Steps are accurate where their deviations from the centre are not.
+            own += small.product(self.groups, centre[..., None])[..., 0]
+            centre = jnp.zeros_like(centre)
         columns = jnp.concatenate([own[0][..., None], self.border[0]], -1)
         columns = _ahead(gain, columns.reshape(*along, -1))
         alone = small.product(covariance, columns)
         solved = _back(gain, alone)
-        border = linalg.inverse_cholesky(self._schur(solved, alone, kept)[None])
-        flat = solved.reshape(layout.groups * layout.each, -1)
-        told = linalg.sum_of_products(own.reshape(-1, 1), flat[:, 1:])
-        corner = jnp.vecmat(jnp.matvec(border, corner - told), border)
+        precision, corner = self._without_steps(solved[..., 1:], alone[..., 1:], kept)
+        border = linalg.inverse_cholesky(precision[None])
+        corner = jnp.vecmat(jnp.matvec(border, corner), border)
         # The mean and the cross gain are combinations of the solutions.
         turn = jnp.concatenate([-corner.T, border[0].T], -1)
         turn = jnp.concatenate([jnp.eye(1, 1 + len(turn), dtype=turn.dtype), turn])
@@ -314,31 +319,37 @@ class ChainNatural(NamedTuple):
             kept = jnp.concatenate([kept, small.product(alone, turn)], -1)[None]
         covariance = linear(congruent, gain, covariance, reverse=True)
         roots = _roots(covariance, whitener).reshape(self.groups.shape)
-        mean = self.centre + layout.joined(back[..., 0], corner)
+        centre = layout.joined(centre, others)
+        mean = centre + layout.joined(back[..., 0], corner)
         inverse = inverse.reshape(self.groups.shape)
         return ChainMoments(
             mean, inverse, gain[None], roots, back[..., 1:], border, kept
         )
 
-    def _schur(self, solved: Array, alone: Array, kept: Array | None) -> Array:
-        """Return the precision of the border, (K, K).
+    def _without_steps(
+        self, steps: Array, alone: Array, kept: Array | None
+    ) -> tuple[Array, Array]:
+        """Return the precision of the border, (K, K), and its potential, (1, K), with
+        the steps integrated out.
 
-        It is ``C - B' Y`` with ``Y = M^-1 B``: a small difference, if steps can imitate
-        a number of the border, such as a level. As the minimum over Y of ``C - B' Y -
-        Y' B + Y' W Y + e' e``, with the white noise e of the steps Y, its error is of
-        second order in the errors of Y.
+        The precision is ``C - B' Y`` with ``Y = M^-1 B``: a small difference, if steps
+        can imitate a number of the border, such as a level. As the minimum over Y of
+        ``C - B' Y - Y' B + Y' W Y + e' e``, with the white noise e of the steps Y, its
+        error is of second order in the errors of Y. The potential is ``c - Y' s``: if
+        the potentials c and s are those at the mean, they are small, and so is what the
+        errors of Y add.
 
-        :param solved: solutions for the potential and Y, (chains, steps, R, 1 + K).
+        :param steps: Y, (chains, steps, R, K).
         :param alone: the parts of them that do not come from the next step.
         :param kept: see :class:`ChainMoments`.
         """
         links, whitener = split(self.links[0])
-        steps, (_, groups, each, width) = solved[..., 1:], self.border.shape
+        own, corner = self.layout.split(self.potential)
+        _, groups, each, width = self.border.shape
         if kept is None or whitener is None:
             noise = white_along(self.links[0], steps)
         else:
-            lost = kept[..., : links.shape[-1]]
-            noise = _noise(links, whitener, lost, steps, alone[..., 1:])
+            noise = _noise(links, whitener, kept[..., :each], steps, alone)
         weighed = small.product(self.groups.reshape(links.shape), steps)
         weighed = weighed - 2 * self.border.reshape(steps.shape)
         steps, noise, weighed = (
@@ -346,34 +357,33 @@ class ChainNatural(NamedTuple):
         )
         total = linalg.sum_of_products(steps, weighed)
         total += linalg.sum_of_products(noise, noise)
-        return self.corner[0] + (total + total.T) / 2
+        corner -= linalg.sum_of_products(own.reshape(-1, 1), steps)
+        if whitener is not None:
+            # The pull of the prior on the steps.
+            centre, _ = self.layout.split(self.centre)
+            white = white_along(self.links[0], centre.reshape(*links.shape[:3], 1))
+            corner += linalg.sum_of_products(white.reshape(-1, 1), noise)
+        return self.corner[0] + (total + total.T) / 2, corner
 
     def moved(self, z: Array) -> ChainNatural:
         """Return the natural parameters of latents, given those of their deviations
         from ``z``, (1, G R + K), for information, which has no links; see
         :meth:`~numpyro_gpaug.gaussians.dense.NaturalGaussian.moved`."""
-        fixed = self._centre_at(z)
-        potential = self.potential + self.times(z - fixed)
-        return self._replace(potential=potential, centre=self.centre + fixed)
+        return self._replace(centre=self.centre + z)
 
     def centred(self, mean: Array) -> ChainNatural:
-        """Return the same with its centre at the means, as far as it may be."""
-        centre = self._centre_at(mean)
-        if split(self.links)[1] is None:
-            return self._replace(potential=jnp.zeros_like(mean), centre=centre)
-        potential = self.potential - self.times(centre - self.centre)
-        return self._replace(potential=potential, centre=centre)
+        """Return the same with its centre at its means."""
+        potential = jnp.zeros_like(mean)
+        if split(self.links)[1] is not None:
+            # The data's potential of the steps balances the pull of the prior.
+            own = self.potential - self.times(mean - self.centre)
+            parts = self.layout.split(own)[0], self.layout.split(potential)[1]
+            potential = self.layout.joined(*parts)
+        return self._replace(potential=potential, centre=mean)
 
     def times(self, z: Array) -> Array:
         """Return the product of the precision, without links, with latents."""
         return GroupNatural(*self[:4], self.centre).times(z)
-
-    def _centre_at(self, z: Array) -> Array:
-        """Return the centre for means ``z``."""
-        if split(self.links)[1] is None:
-            return z
-        steps, corner = self.layout.split(z)
-        return self.layout.joined(jnp.zeros_like(steps), corner)
 
     @property
     def diagonal(self) -> Array:
@@ -422,6 +432,14 @@ class ChainPrior:
         standard = self.structure.standard(self.loc.dtype)
         return standard._replace(links=self.links[None])
 
+    def natural_at(self, centre: Array) -> ChainNatural:
+        """Return the natural parameters with a centre."""
+        pull = self.pull(centre)
+        if self.structure.correlated:
+            steps, corner = self.structure.layout.split(pull)
+            pull = self.structure.layout.joined(jnp.zeros_like(steps), corner)
+        return self.natural._replace(potential=-pull, centre=centre)
+
     def rebased(self, q: ChainNatural) -> ChainNatural:
         """Return natural parameters with the links and units of this prior, for the
         same information as with others."""
@@ -436,10 +454,12 @@ class ChainPrior:
         ratio = jnp.where(before > 0, own / jnp.where(before > 0, before, 1), 1)
         ratio = ratio.reshape(1, layout.groups, layout.each)
         steps, corner = layout.split(q.potential)
+        centre, rest = layout.split(q.centre)
         return ChainNatural(
             layout.joined(ratio * steps, corner),
             ratio[..., :, None] * q.groups * ratio[..., None, :],
-            ratio[..., None] * q.border, q.corner, links, q.centre,
+            ratio[..., None] * q.border, q.corner, links,
+            layout.joined(centre / ratio, rest),
         )  # fmt: skip
 
     def divergence(self, q: ChainMoments) -> Array:
