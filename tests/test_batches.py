@@ -99,7 +99,7 @@ def test_the_next_part_is_read_while_the_last_is_used(data):
         def __init__(self):
             self.seen = [Event(), Event()]
 
-        def read(self, block, into=None):
+        def read(self, block):
             self.seen[block].set()
             return data.X[:20], data.y[:20]
 
@@ -122,7 +122,7 @@ def test_blocks_that_are_not_what_was_said_of_them(part, message):
     class Source:
         sizes = [8, 8]
 
-        def read(self, block, into=None):
+        def read(self, block):
             return part if block else (np.zeros((8, 2), "f"), np.zeros(8, "i4"))
 
     with pytest.raises(ValueError, match=message):

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
-from itertools import cycle, islice
+from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -28,11 +28,10 @@ class RowBlocks(Protocol):
 
     sizes: Sequence[int]
 
-    def read(self, block: int, into: Any = None) -> Any:
+    def read(self, block: int) -> Any:
         """Return a tuple or dict of arrays, rows first.
 
         :param block: the number of the block.
-        :param into: arrays to read the rows into; these may be returned.
         """
 
 
@@ -56,14 +55,11 @@ class ArrayRows:
         self._starts = range(0, rows, BLOCK)
         self.sizes = [min(BLOCK, rows - start) for start in self._starts]
 
-    def read(self, block: int, into: Any = None) -> Any:
+    def read(self, block: int) -> Any:
         """A tuple or dict of arrays, rows first."""
         start = self._starts[block]
-        rows = jax.tree.map(lambda x: x[start : start + BLOCK], self._arrays)
-        if into is None:
-            return jax.tree.map(np.array, rows)
-        jax.tree.map(np.copyto, into, rows)
-        return into
+        end = start + BLOCK
+        return jax.tree.map(lambda x: np.array(x[start:end]), self._arrays)
 
 
 def rows_of(batch: Any) -> int:
@@ -160,25 +156,21 @@ class ArrowRows:
         self._blocks = [block for block, _ in blocks]
         self.sizes = [rows for _, rows in blocks]
 
-    def read(
-        self, block: int, into: dict[str, np.ndarray] | None = None
-    ) -> dict[str, np.ndarray]:
+    def read(self, block: int) -> dict[str, np.ndarray]:
         """Return the arrays of a block, by argument name, with the dtypes that JAX will
         give them.
 
         :param block: the number of the block.
-        :param into: arrays to read into; by default new ones.
         :raises ValueError: for missing values of integers; missing floats are NaN.
         """
         table = self._blocks[block].to_table(columns=self._names, schema=self._schema)
         dtypes = {name: _dtype(table[name], name) for name in self._names}
-        if into is None:
-            into = {}
-            for name, columns in self._columns.items():
-                of_all = np.result_type(*(dtypes[column] for column in columns))
-                dtype = jax.dtypes.canonicalize_dtype(of_all)
-                width = () if name in self._flat else (len(columns),)
-                into[name] = np.empty((len(table), *width), dtype)
+        found = {}
+        for name, columns in self._columns.items():
+            of_all = np.result_type(*(dtypes[column] for column in columns))
+            dtype = jax.dtypes.canonicalize_dtype(of_all)
+            width = () if name in self._flat else (len(columns),)
+            found[name] = np.empty((len(table), *width), dtype)
         start = 0
         # Combining the chunks of whole columns would copy them once more.
         for part in table.to_batches():
@@ -186,10 +178,10 @@ class ArrowRows:
             for name, columns in self._columns.items():
                 np.stack(
                     [part.column(x).to_numpy(zero_copy_only=False) for x in columns],
-                    axis=1, out=into[name][start:end].reshape(-1, len(columns)),
+                    axis=1, out=found[name][start:end].reshape(-1, len(columns)),
                 )  # fmt: skip
             start = end
-        return into
+        return found
 
 
 def _split(fragment: Any) -> list[tuple[Any, int]]:
@@ -307,8 +299,8 @@ class Blocks:
         parts = map(self._read, range(len(self._source.sizes)))
         return cut(parts, self.size, -(-self.rows // self.size))
 
-    def _read(self, block: int, into: Any = None) -> Any:
-        found = _plain(self._source.read(block, into))
+    def _read(self, block: int) -> Any:
+        found = _plain(self._source.read(block))
         size = self._source.sizes[block]
         if rows_of(found) != size:
             raise ValueError(
@@ -431,7 +423,7 @@ class Batches(Blocks):
             del groups[0], seeds[0], numbers[0]
         piece = max(PIECE // self.size, 1) * self.size
         # The next group is read while the last is shuffled.
-        groups_read: Any = prefetch(self._gathered(groups, max(numbers, default=0)), 1)
+        groups_read: Any = prefetch(map(self._gathered, groups), 1)
         with closing(groups_read):
             for held, seed, number in zip(groups_read, seeds, numbers, strict=True):
                 order = np.random.default_rng(seed).permutation(number)[skipped:]
@@ -440,30 +432,21 @@ class Batches(Blocks):
                     some = order[start : start + piece]
                     yield jax.tree.map(lambda x, i=some: x.take(i, axis=0), held)
 
-    def _gathered(self, groups: list[list[int]], most: int) -> Iterator[Any]:
-        """Yield groups of blocks, one after the other, in arrays with room for more
-        rows. Their contents are valid until the next group but one is requested.
-
-        :param most: the maximum number of rows of a group.
-        """
-        # Two arrays in turns, because allocating memory of this size takes as long as
-        # reading into it.
-        both = [
-            jax.tree.map(lambda x: np.empty((most, *x.shape[1:]), x.dtype), self.first)
-            for _ in groups[:2]
-        ]
-        for group, held in zip(groups, cycle(both)):
-            start = 0
-            for block in group:
-                end = start + self._source.sizes[block]
-                rows = jax.tree.map(lambda x, i=start, j=end: x[i:j], held)
-                found = self._read(block, rows)
-                check_batch(found, self.first, end - start)
-                for x, there in zip(*map(jax.tree.leaves, (found, rows)), strict=True):
-                    if x is not there:
-                        there[...] = x
-                start = end
-            yield held
+    def _gathered(self, group: list[int]) -> Any:
+        """Return the rows of a group of blocks."""
+        rows = sum(self._source.sizes[block] for block in group)
+        held = jax.tree.map(
+            lambda x: np.empty((rows, *x.shape[1:]), x.dtype), self.first
+        )
+        start = 0
+        for block in group:
+            found = self._read(block)
+            check_batch(found, self.first, rows)
+            end = start + self._source.sizes[block]
+            for x, there in zip(*map(jax.tree.leaves, (found, held)), strict=True):
+                there[start:end] = x
+            start = end
+        return held
 
 
 def _first(loader: Iterable[Any], timeout: float | None) -> Any:
