@@ -120,7 +120,9 @@ class ICAR(_OfAreas):
         graph, dtype = self.graph, self.dtype
         x = jnp.asarray(value, dtype) / self.scale[..., None]
         constant = jnp.asarray(graph.log_det - graph.rank * _LOG_2PI, dtype)
-        quadratic = _quadratic(graph, x)
+        precision = jnp.asarray(graph.precision, dtype)
+        entries = sparse_cholesky.with_sums(graph.pattern, precision, _row_sums(graph))
+        quadratic = sparse_cholesky.quadratic(graph.pattern, entries, x)
         return 0.5 * (constant - quadratic) - graph.rank * jnp.log(self.scale)
 
     @property
@@ -335,11 +337,9 @@ class GMRF(dist.Distribution):
     def log_prob(self, value: Array) -> Array:
         x = value - self.loc
         entries = sparse_cholesky.with_sums(self.pattern, self.values, self.sums)
-        pulled = by_columns(
-            lambda b: sparse_cholesky.product(self.pattern, entries, b), x
-        )
+        quadratic = sparse_cholesky.quadratic(self.pattern, entries, x)
         constant = jnp.asarray(self.pattern.size * _LOG_2PI, x.dtype)
-        return 0.5 * (self._log_det() - constant - jnp.vecdot(x, pulled))
+        return 0.5 * (self._log_det() - constant - quadratic)
 
     @property
     def mean(self) -> Array:
@@ -379,9 +379,7 @@ def _refuse_free_levels(pattern: Pattern, matrices: list[Any]) -> None:
         free &= row_sums(matrix) == 0
     if not free.any():
         return
-    places = np.ones(len(pattern.rows)), (pattern.rows, pattern.columns)
-    graph = sparse.coo_array(places, shape=(pattern.size,) * 2)
-    labels = sparse.csgraph.connected_components(graph, directed=False)[1]
+    labels = pattern.components
     singular = np.bincount(labels, ~free)[labels] == 0
     if singular.any():
         raise ValueError(
@@ -400,19 +398,6 @@ def _intrinsic(
     factor = sparse_cholesky.factor(graph.pattern, values)
     noise = random.normal(key, shape, dtype)
     return centred(graph, by_columns(factor.half_solve_transposed, noise))
-
-
-def _quadratic(graph: Graph, x: Array) -> Array:
-    """Return the quadratic form of the scaled precision, as a sum of squares."""
-    off_diagonal = graph.pattern.rows != graph.pattern.columns
-    rows, columns = (
-        index[off_diagonal] for index in (graph.pattern.rows, graph.pattern.columns)
-    )
-    weights = jnp.asarray(-graph.precision[off_diagonal], x.dtype)
-    edges = weights * jnp.square(x[..., rows] - x[..., columns])
-    labels, sizes, _ = graph.components
-    islands = x[..., np.flatnonzero(labels == len(sizes))]
-    return edges.sum(-1) + jnp.square(islands).sum(-1)
 
 
 def _row_sums(graph: Graph) -> np.ndarray:

@@ -40,15 +40,11 @@ class Graph(ByContents):
     @cached_property
     def components(self) -> Components:
         """The connected components."""
-        from scipy.sparse.csgraph import connected_components
-
-        edges = self.weights, (self.rows, self.columns)
-        matrix = sparse.coo_array(edges, shape=(self.size,) * 2)
-        count, labels = connected_components(matrix, directed=False)
-        sizes = np.bincount(labels, minlength=count)
+        labels = self.pattern.components
+        sizes = np.bincount(labels)
         # Components with edges come first; all islands share one label.
         connected = np.flatnonzero(sizes > 1)
-        renamed = np.full(count, len(connected))
+        renamed = np.full(len(sizes), len(connected))
         renamed[connected] = np.arange(len(connected))
         labels = renamed[labels].astype(np.int32)
         last = np.zeros(len(connected) + 1, np.int32)

@@ -116,13 +116,12 @@ class SpaceTime(dist.Distribution):
         x = jnp.asarray(value, self.scale.dtype) / self.scale
         later = (x[..., 1:, :] - self.persistence * x[..., :-1, :]) / self._innovation
         steps = jnp.concatenate([x[..., :1, :], later], -2)
-        pulled = by_columns(
-            lambda b: sparse_cholesky.matvec(self.graph.pattern, self._of_areas, b),
-            steps,
-        )
+        pattern = self.graph.pattern
+        entries = sparse_cholesky.with_sums(pattern, self._of_areas)
+        quadratic = sparse_cholesky.quadratic(pattern, entries, steps).sum(-1)
         size = self.event_shape[0] * self.event_shape[1]
         constant = size * (jnp.asarray(_LOG_2PI, x.dtype) + 2 * jnp.log(self.scale))
-        return 0.5 * (self._log_det() - constant - (steps * pulled).sum((-2, -1)))
+        return 0.5 * (self._log_det() - constant - quadratic)
 
     @property
     def mean(self) -> Array:

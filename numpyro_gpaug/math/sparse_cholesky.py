@@ -31,7 +31,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike
-from scipy.sparse import coo_array, csgraph
 
 from numpyro_gpaug.math import linalg, small
 from numpyro_gpaug.math.arrays import STATIC
@@ -282,10 +281,8 @@ class _Held(NamedTuple):
 
 
 def _held(pattern: Pattern, values: Array, sums: ArrayLike) -> _Held:
-    places = np.ones(len(pattern.rows)), (pattern.rows, pattern.columns)
-    graph = coo_array(places, shape=(pattern.size,) * 2)
-    count, labels = csgraph.connected_components(graph, directed=False)
-    last = np.zeros(count, int)
+    labels = pattern.components
+    last = np.zeros(labels.max(initial=-1) + 1, int)
     last[labels] = np.arange(pattern.size)
     raised = values.at[pattern.diagonal[last]].multiply(2)
     h = solve(pattern, raised, jnp.asarray(sums, values.dtype))
@@ -423,6 +420,19 @@ def product(pattern: Pattern, entries: Array, x: Array) -> Array:
     found = entries[pattern.diagonal, None] * x
     found = found.at[i].add(moved, mode="promise_in_bounds", indices_are_sorted=True)
     return found.at[j].add(-moved, mode="promise_in_bounds")
+
+
+def quadratic(pattern: Pattern, entries: Array, x: Array) -> Array:
+    """Return ``x' Q x``, (...), from squared differences between neighbours.
+
+    :param pattern: the places of the entries of Q.
+    :param entries: from :func:`with_sums`.
+    :param x: (..., size).
+    """
+    i, j, apart = _apart(pattern)
+    between = entries[apart] * jnp.square(x[..., i] - x[..., j])
+    own = entries[pattern.diagonal] * jnp.square(x)
+    return own.sum(-1) - between.sum(-1)
 
 
 def _apart(pattern: Pattern) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

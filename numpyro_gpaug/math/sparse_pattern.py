@@ -120,6 +120,16 @@ class Pattern(ByContents):
         return 2 - (self.rows == self.columns)
 
     @cached_property
+    def components(self) -> _Indices:
+        """The connected component of each node, (size,)."""
+        from scipy.sparse import coo_array, csgraph  # slow to import
+
+        edges = np.ones(len(self.rows)), (self.rows, self.columns)
+        graph = coo_array(edges, shape=(self.size,) * 2)
+        found: _Indices = csgraph.connected_components(graph, directed=False)[1]
+        return found
+
+    @cached_property
     def colours(self) -> _Indices:
         """A colour of each node, (size,), such that neighbours have different ones."""
         rows, columns = _both_directions(self)
