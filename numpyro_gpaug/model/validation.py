@@ -59,13 +59,11 @@ def check_arguments(
 
     rows = next((len(x) for x in named.values() if is_array(x) and x.ndim), 0)
     for name, value in named.items():
-        if _is_plain(value):
-            continue
         _check_kind(name, value, rows)
         for leaf in jax.tree.leaves(value):
             traced = isinstance(leaf, jax.core.Tracer)
             arrays = isinstance(leaf, np.ndarray | jax.Array)
-            if arrays and not traced and not _is_plain(leaf):
+            if arrays and not traced:
                 _check_array(name, leaf, used)
 
 
@@ -116,27 +114,6 @@ def _warn_of_rounding(name: str, value: np.ndarray) -> None:
                 f"{name}.min(0)), or enable 64-bit floats",
                 stacklevel=6,
             )
-
-
-# The dtypes that JAX has in every mode, or replaces by one that it has.
-_PLAIN = set(map(np.dtype, (bool, np.int32, np.int64, np.float32, np.float64)))
-# The squares of larger numbers are positive in any dtype.
-_NOT_TINY = 1e-18
-
-
-def _is_plain(array: Any) -> bool:
-    """Whether the minimum and maximum alone show that the array is valid (the fast
-    path)."""
-    if type(array) is not np.ndarray or array.dtype not in _PLAIN or not array.size:
-        return False
-    low, high = float(array.min()), float(array.max())
-    if not (-_LARGE < low and high < _LARGE):
-        return False
-    if array.dtype.kind != "f":
-        return True
-    if array.ndim and len(_coarse_columns(array)):
-        return False
-    return high > _NOT_TINY or low < -_NOT_TINY
 
 
 def are_moderate(arrays: Iterable[np.ndarray]) -> bool:
