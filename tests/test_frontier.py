@@ -262,34 +262,6 @@ def test_roots_that_data_scale_are_told_from_predictors(rate, scaled):
     assert found.scaled == (scaled,)
 
 
-CODES, OTHER = jnp.array([0, 2, 1, 3]), jnp.array([1, 0, 1, 1])
-INDEXED = {
-    "plain": lambda z: z[CODES, 0],
-    "column": lambda z: z[CODES[:, None]],
-    "bytes": lambda z: z[CODES.astype(jnp.uint8)],
-    "pairs": lambda z: z[CODES, OTHER],
-    "others": lambda z: z[jnp.where(CODES < 2, OTHER, CODES)],
-    "missing": lambda z: z[CODES - 1],
-    "beyond": lambda z: z[3 * CODES],
-}
-
-
-@pytest.mark.parametrize("case", INDEXED)
-def test_known_codes_have_the_ranges_that_a_program_computes(case, monkeypatch):
-    inputs = {"z": np.zeros((5, 2), np.float32)}
-
-    def ranges():
-        program = Program(lambda at: INDEXED[case](at["z"]), inputs)
-        return [
-            [np.asarray(x).tolist() for x in found] for _, found in program.reached()
-        ]
-
-    found = ranges()
-    assert len(found) == 1
-    monkeypatch.setattr(Program, "_codes", lambda self, variable: None)
-    assert ranges() == found
-
-
 def test_the_derivative_of_a_largest_number_survives_compilation():
     """XLA computes numbers again, rounded differently: none equals the largest."""
 

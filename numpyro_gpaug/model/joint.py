@@ -596,12 +596,12 @@ class Codes:
     """The dependence of data on latents by codes, computed once by a program.
 
     :param extremes: results of :meth:`~numpyro_gpaug.model.program.Gather.extremes` for
-        all gathers, concatenated into one array, since each transfer takes a while.
+        all gathers.
     :param misfit: see :attr:`~numpyro_gpaug.model.joint.JointView.misfit`.
     :param gathers: the indexed latents.
     """
 
-    extremes: Array
+    extremes: tuple[tuple[Array, Array, Array], ...]
     misfit: Array
     gathers: tuple[Gather, ...] = dataclasses.field(metadata=STATIC)
 
@@ -623,17 +623,17 @@ class Codes:
         """Return the codes of a model at the arguments of its view."""
         found = view.gathers()
         gathers = tuple(g._replace(indices=None, raw=(), kept=None) for g, _ in found)
-        parts = [jnp.ravel(x).astype(int) for _, three in found for x in three]
-        extremes = jnp.concatenate([jnp.zeros(0, int), *parts])
-        return cls(extremes, misfit, gathers)
+        return cls(tuple(extremes for _, extremes in found), misfit, gathers)
 
     @property
     def valid(self) -> Array:
         """Whether :meth:`check` does not raise; may be traced."""
-        # The last number of a gather is zero, or negative.
-        sizes = [s for g in self.gathers for s in (*g.sizes, *g.sizes, 1)]
-        inside = (self.extremes >= 0) & (self.extremes < np.array(sizes, int))
-        return inside.all() & (self.misfit < ROUNDING)
+        found = [self.misfit < ROUNDING]
+        pairs = zip(self.gathers, self.extremes, strict=True)
+        for gather, (lows, highs, least) in pairs:
+            inside = (lows >= 0) & (highs < np.array(gather.sizes))
+            found += [inside.all(), least >= 0]
+        return jnp.stack(found).all()
 
     def check(self, what: str = "data", cure: str = "") -> None:
         """Raise for codes without a member, and for data that depend on several groups.
@@ -643,9 +643,8 @@ class Codes:
         :raises ValueError: naming the indexed latent.
         :raises NotConjugateError: if data depend on several groups.
         """
-        numbers = iter(np.asarray(self.extremes).tolist())
-        for gather in self.gathers:
-            lows, highs = ([next(numbers) for _ in gather.sizes] for _ in range(2))
-            if wrong := gather.bad((lows, highs, next(numbers))):
+        found = jax.device_get(self.extremes)
+        for gather, extremes in zip(self.gathers, found, strict=True):
+            if wrong := gather.bad(extremes):
                 raise ValueError(wrong + cure)
         check_groups(self.misfit, what)

@@ -91,12 +91,8 @@ class Gather(NamedTuple):
                 jnp.where(kept.reshape(x.shape), x, 0) if x.size == kept.size else x
                 for x in raw
             ]
-        # Known numbers are compared without compilation.
-        traced = any(isinstance(x, Tracer) for x in (indices, *raw))
-        xp: Any = jnp if traced else np
-        flat, *raw = [xp.asarray(x) for x in (indices, *raw)]
-        flat = flat.reshape(-1, flat.shape[-1])
-        least = xp.stack([xp.zeros((), int), *(x.min().astype(int) for x in raw)])
+        flat = indices.reshape(-1, indices.shape[-1])
+        least = jnp.stack([jnp.zeros((), int), *(x.min().astype(int) for x in raw)])
         return flat.min(0), flat.max(0), least.min()
 
 
@@ -149,13 +145,7 @@ class Program(Listing):
 
     def reached(self) -> list[tuple[Gather, tuple[Any, Any, Any]]]:
         """Return the indexed inputs, with the ranges of their indices."""
-        found, gathers = [], []
-        for gather in self.gathers():
-            codes = self._codes(gather.indices)
-            if codes is None or len(gather.sizes) > 1 or gather.kept is not None:
-                gathers.append(gather)
-            else:
-                found.append((gather, gather.extremes(codes[..., None], codes)))
+        gathers = list(self.gathers())
         wanted = [x for gather in gathers for x in gather.variables]
         operations = self.between(wanted, ())
 
@@ -169,8 +159,8 @@ class Program(Listing):
         used = self.read_for(wanted, ())
         known = {k: x for k, x in self.constants.items() if k in used}
         # In one program, because each single operation would compile another one.
-        ranges = once(extremes, known) if operations else extremes(known)
-        return found + list(zip(gathers, ranges, strict=True))
+        ranges = once(extremes, known) if gathers else []
+        return list(zip(gathers, ranges, strict=True))
 
     def _from_input(self, variable: Any, size: int) -> bool:
         """Whether an axis of this size is one of an input that a variable is computed
@@ -204,28 +194,6 @@ class Program(Listing):
             if eqn.primitive.name not in BY_ENTRY or not same:
                 return None
             (variable,) = results
-
-    def _codes(self, variable: Any) -> np.ndarray | None:
-        """Return the codes behind indices, as numbers: they are indices themselves if
-        they are known and none of them is negative. ``None`` for other indices."""
-        while not isinstance(variable, Literal) and variable in self.makers:
-            eqn, operands, _ = self.makers[variable]
-            if len(operands) == 1 and eqn.primitive.name in _INDEX_MOVES:
-                (variable,) = operands
-            elif eqn.primitive.name == "select_n" and operands[0] in self.makers:
-                test, (left, right), _ = self.makers[operands[0]]
-                zero = isinstance(right, Literal) and right.val == 0
-                if test.primitive.name != "lt" or not zero or left != operands[1]:
-                    return None
-                variable = left
-            else:
-                return None
-        known = None if isinstance(variable, Literal) else self.constants.get(variable)
-        if known is None or isinstance(known, Tracer):
-            return None
-        codes = np.asarray(known)
-        whole = np.issubdtype(codes.dtype, np.integer)
-        return codes if whole and codes.size and codes.min() >= 0 else None
 
     def _before_wrapping(self, variable: Any) -> Iterator[int]:
         """Iterate over index arrays whose negative entries get their axis' length
