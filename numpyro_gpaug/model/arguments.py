@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Number
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
-from numpyro_gpaug.math.arrays import as_arrays, held
+from numpyro_gpaug.math.arrays import STATIC, as_arrays, held
 from numpyro_gpaug.math.fingerprints import fingerprint
 from numpyro_gpaug.math.sharding import ROWS, placed, rows_mesh
 from numpyro_gpaug.model.columns import is_column
@@ -42,13 +43,9 @@ class Added(NamedTuple):
     axes: tuple[tuple[str, int], ...] = ()
 
 
-class _Split(NamedTuple):
-    arrays: tuple[Array, ...]
-    static: tuple[Any, tuple[tuple[int, Hashable], ...], Added | None]
-
-
-@jax.tree_util.register_pytree_node_class
-class Arguments(_Split):
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Arguments:
     """Model arguments split for ``jax.jit``: a pytree of arrays. The rest is static.
 
     :param arrays: the arrays. If some rows do not count, the last one is the number of
@@ -57,12 +54,10 @@ class Arguments(_Split):
         not all rows count.
     """
 
-    def tree_flatten(self) -> Any:
-        return self.arrays, self.static
-
-    @classmethod
-    def tree_unflatten(cls, static: Any, arrays: Any) -> Arguments:
-        return cls(tuple(arrays), static)
+    arrays: tuple[Array, ...]
+    static: tuple[Any, tuple[tuple[int, Hashable], ...], Added | None] = field(
+        metadata=STATIC
+    )
 
     @classmethod
     def split(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
@@ -142,7 +137,8 @@ class Arguments(_Split):
                 "changes no fit, and here there is no proof. Leave out some rows, or "
                 "add some under numpyro.handlers.mask"
             )
-        return self._replace(arrays=tuple(placed(x, mesh, num) for x in self.arrays))
+        arrays = tuple(placed(x, mesh, num) for x in self.arrays)
+        return Arguments(arrays, self.static)
 
     @cached_property
     def mesh(self) -> Mesh | None:
@@ -167,25 +163,27 @@ class Arguments(_Split):
         """
         num = self.num_rows
         # In turn, so that the shares of rows with some property stay the same.
-        chosen = np.arange(added.size) % num
-        arrays: list[Any] = [
-            np.asarray(x)[chosen] if i in added.which else x
-            for i, x in enumerate(self.arrays)
-        ]
-        arrays.append(np.int32(num))
-        return Arguments(tuple(arrays), (*self.static[:2], added))
+        whole = self.taken(added.which, np.arange(added.size) % num).arrays
+        count: Any = np.int32(num)
+        return Arguments((*whole, count), (*self.static[:2], added))
+
+    def taken(self, which: Collection[int], rows: Any) -> Arguments:
+        """Return the arguments with some of their rows.
+
+        :param which: the arrays that have these rows.
+        :param rows: indices of the rows, or a slice.
+        """
+        arrays: Any = (
+            np.asarray(x)[rows] if i in which else x for i, x in enumerate(self.arrays)
+        )
+        return Arguments(tuple(arrays), self.static)
 
     def counted(self) -> Arguments:
         """Return the arguments without the rows that do not count."""
         added = self.static[-1]
         if added is None:
             return self
-        *arrays, num = self.arrays
-        kept: list[Any] = [
-            np.asarray(x)[: int(num)] if i in added.which else x
-            for i, x in enumerate(arrays)
-        ]
-        return Arguments(tuple(kept), (*self.static[:2], None))
+        return self.taken(added.which, slice(int(self.arrays[-1]))).counting_all()
 
     def counting_all(self) -> Arguments:
         """Return the same arguments, with all rows counting."""

@@ -395,7 +395,7 @@ def _asked(
     model."""
 
     def seen(structure: Structure, arrays: tuple[Array, ...]) -> JointView:
-        given = arguments._replace(arrays=arrays)
+        given = Arguments(arrays, arguments.static)
         return JointView(structure, model, given, {}, fixed_key())
 
     view = seen(structure, arguments.arrays)

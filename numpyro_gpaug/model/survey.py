@@ -83,7 +83,7 @@ class Survey:
         dtypes: list[Any] = []
 
         def abstract(arrays: tuple[Array, ...]) -> Trace:
-            given = arguments._replace(arrays=arrays)
+            given = Arguments(arrays, arguments.static)
             whole, key = with_whole_sizes(model), jax.random.key(0)
             trace = run_model(whole, given, key, values or {})
             self._visit(trace, arrays)

@@ -136,7 +136,7 @@ class FitArguments(NamedTuple):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         weighing: Callable[[Arguments], tuple[str, ...] | None] = lambda _: None,
-    ) -> tuple[Arguments, tuple[bool, ...]]:
+    ) -> tuple[Arguments, frozenset[int]]:
         """Return the model's arguments, and which of their arrays run over rows: the
         new ones whose leading axis equals that of the first; none for a model whose
         inputs had no row per datum at its fit.
@@ -181,10 +181,11 @@ class FitArguments(NamedTuple):
                 "pass the new inputs: arrays with one row per point, got shapes "
                 f"{[a.shape for _, a in pairs]}"
             )
-        by_row = tuple(
-            flag and a.ndim > 0 and a.shape[0] == rows[0] for flag, a in pairs
+        return arguments, frozenset(
+            i
+            for i, (flag, a) in enumerate(pairs)
+            if flag and a.ndim > 0 and a.shape[0] == rows[0]
         )
-        return arguments, by_row
 
     def _refuse_rows_of_fit(
         self, positional: dict[str, Any], kwargs: dict[str, Any]

@@ -49,7 +49,7 @@ class Calls:
 
     def unobserved(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Arguments, tuple[bool, ...]]:
+    ) -> tuple[Arguments, frozenset[int]]:
         """Return the model's arguments at new inputs, without observations, and the
         arrays among them that have one row per observation.
 
@@ -62,7 +62,7 @@ class Calls:
 
     def joined(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Arguments, tuple[bool, ...]]:
+    ) -> tuple[Arguments, frozenset[int]]:
         """Return the model's arguments, observations included, as
         :meth:`.FitArguments.joined`.
 
@@ -73,15 +73,14 @@ class Calls:
             return self._predictor.weighing(arguments, self._fitted)
 
         predictor = self._predictor
-        arguments, by_row = self._arguments.joined(
-            predictor.model, args, kwargs, weighing
-        )
+        called = self._arguments.joined(predictor.model, args, kwargs, weighing)
+        arguments, _ = called
         # One array has the rows, and the posterior keeps everything else.
         alone = len(jax.tree.leaves((args, kwargs))) == 1
         if not (alone or predictor.structure.joint or is_traced(arguments)):
             with self._naming(arguments):
                 predictor.check(arguments, self._fitted, self.marks, "")
-        return arguments, by_row
+        return called
 
     def __call__(self, what: str, arguments: Arguments, site: str, **how: Any) -> Any:
         """Predict all rows at once; see :meth:`_padded`."""
@@ -187,7 +186,7 @@ class Calls:
     def stream(
         self,
         what: str,
-        called: tuple[Arguments, tuple[bool, ...]],
+        called: tuple[Arguments, frozenset[int]],
         site: str,
         batch_size: int,
         **how: Any,
@@ -201,9 +200,8 @@ class Calls:
         :param how: options of this kind of prediction.
         """
         check_count("batch_size", batch_size)
-        arguments, by_row = called
-        pairs = zip(arguments.arrays, by_row, strict=True)
-        rows = next((len(a) for a, flag in pairs if flag), 0)
+        arguments, which = called
+        rows = next((len(arguments.arrays[i]) for i in which), 0)
         size = min(batch_size, SMALL_BATCH)
         if rows > SMALL_BATCH:
             size = self._predictor.rows_of_block(batch_size, rows)
@@ -227,25 +225,29 @@ class Calls:
         if not proved:
             # In another number, on which the model may depend, too.
             chosen = np.linspace(0, rows - 1, size // 2 + 1).astype(int)
-            mixed = self._at_once(what, _taken(*called, chosen), site, **how)
+            mixed = self._at_once(what, arguments.taken(which, chosen), site, **how)
             _check_mixed(found, mixed, chosen, size)
         return self._explained(found, arguments)
 
     def _in_blocks(
         self,
         what: str,
-        called: tuple[Arguments, tuple[bool, ...]],
+        called: tuple[Arguments, frozenset[int]],
         site: str,
         rows: int,
         size: int,
         **how: Any,
     ) -> Any:
-        """Predict blocks of rows, and join them.
+        """Predict blocks of rows, the last one filled up with the last row, and join
+        them.
 
         :param rows: the number of rows.
         :param size: rows of a block; the others are those of :meth:`stream`.
         """
-        arguments, blocks = called[0], list(_blocks(*called, rows, size))
+        arguments, which = called
+        starts = np.arange(0, rows, size)
+        chosen = np.minimum(starts[:, None] + np.arange(size), rows - 1)
+        blocks = [arguments.taken(which, here) for here in chosen]
         given = what, arguments, self._fitted, site
         # The structure of the answer (a distribution contains its batch shape) is
         # traced for the first number of rows, and derived from it for others.
@@ -282,28 +284,6 @@ class Calls:
                     f"in predict_y(X_new, {missed[0]}=...)"
                 )
             raise
-
-
-def _blocks(
-    arguments: Arguments, by_row: tuple[bool, ...], rows: int, size: int
-) -> Iterator[Arguments]:
-    """Iterate over blocks of rows, the last one filled up with the last row.
-
-    :param arguments: the model's arguments.
-    :param by_row: which arrays have one row per observation.
-    :param rows: their number.
-    :param size: rows of a block.
-    """
-    for start in range(0, rows, size):
-        chosen = np.minimum(np.arange(start, start + size), rows - 1)
-        yield _taken(arguments, by_row, chosen)
-
-
-def _taken(arguments: Arguments, by_row: tuple[bool, ...], chosen: Any) -> Arguments:
-    """Return arguments with the chosen rows."""
-    pairs = zip(arguments.arrays, by_row, strict=True)
-    arrays: Any = (np.asarray(a)[chosen] if flag else a for a, flag in pairs)
-    return arguments._replace(arrays=tuple(arrays))
 
 
 def _check_mixed(

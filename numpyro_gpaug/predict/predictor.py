@@ -194,16 +194,15 @@ class Predictor:
 
     @one_thread
     def rows_independent(
-        self, arguments: Arguments, by_row: tuple[bool, ...], size: int
+        self, arguments: Arguments, which: frozenset[int], size: int
     ) -> bool:
         """Whether the model treats rows one by one, so that they may be predicted in
         blocks.
 
         :param arguments: the model's arguments.
-        :param by_row: which arrays have one row per observation.
+        :param which: the arrays that have one row per observation.
         :param size: rows of a block.
         """
-        which = frozenset(np.flatnonzero(by_row).tolist())
         return self._padding.proves(
             arguments, Added(max(size, arguments.num_rows + 1), which)
         )

@@ -253,7 +253,7 @@ class Reader:
                 zip(*leaves, strict=True), first, strict=True
             )
         )
-        return self._first._replace(arrays=arrays)
+        return Arguments(arrays, self._first.static)
 
     def stacked(self, batches: list[Any], places: int) -> Stacked:
         """Return arguments with stacked batches.

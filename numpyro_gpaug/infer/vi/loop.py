@@ -139,7 +139,7 @@ class Stacked:
         """Return the arguments with one of the batches, by its number."""
         pairs = zip(self.arguments.arrays, self.which, strict=True)
         arrays = tuple(x[i] if of else x for x, of in pairs)
-        return self.arguments._replace(arrays=arrays)
+        return Arguments(arrays, self.arguments.static)
 
 
 def run_batches(
