@@ -36,7 +36,6 @@ from numpyro_gpaug.math.expectation import PredictorMoments, expected_sum
 from numpyro_gpaug.model.exponentials import expectation
 from numpyro_gpaug.model.frontier import Frontier
 from numpyro_gpaug.model.latents import JOINT
-from numpyro_gpaug.model.program import Program
 from numpyro_gpaug.model.structure import Observed
 
 
@@ -185,45 +184,21 @@ def scaled_sum(value: Array, scale: Any) -> Array:
     return jnp.sum(value if scale is None else value * scale)
 
 
-class Split:
-    """A frontier that is compared by identity."""
+def expected_density(
+    found: Frontier, route: Route, numbers: Any, at: PredictorMoments
+) -> Array:
+    """Return the expectation of the sum of the densities behind a frontier.
 
-    def __init__(self, program: Program, found: Frontier) -> None:
-        self.frontier = found
-        self.avals = tuple(program.avals[r] for r in found.roots)
-
-    def outputs(self, numbers: Any, predictors: tuple[Array, ...]) -> list[Array]:
-        """Return the outputs that are computed from the roots.
-
-        :param numbers: values of the variables that depend on no latent.
-        :param predictors: the predictors, flat, the smaller first.
-        """
-        pairs = zip(predictors, self.avals, strict=True)
-        # Inputs of float32 make a predictor of float32, also in a float64 model.
-        roots = [x.reshape(like.shape).astype(like.dtype) for x, like in pairs]
-        return self.frontier.density(numbers, roots)
-
-    def total(self, numbers: Any, predictors: tuple[Array, ...]) -> Array:
-        """Return the sum of the densities.
-
-        :param numbers: values of the variables that depend on no latent.
-        :param predictors: the predictors, flat, the smaller first.
-        """
-        found = self.outputs(numbers, predictors)
-        return sum((jnp.sum(x) for x in found), start=jnp.zeros((), found[0].dtype))
-
-    def expectation(self, route: Route, numbers: Any, at: PredictorMoments) -> Array:
-        """Return the expectation of the sum of the densities.
-
-        :param route: the route of the site.
-        :param numbers: values of the variables that depend on no latent.
-        :param at: Gaussian distributions of the predictors, flat.
-        """
-        if route is not Route.EXPONENTIAL:
-            return expected_sum(self.total, numbers, at)
-        (shape,) = (x.shape for x in self.avals)
-        mean, variance = (x[0].reshape(shape) for x in (at.means, at.variances))
-        return expectation(self.frontier, numbers, mean, variance)
+    :param found: the frontier.
+    :param route: the route of the site.
+    :param numbers: values of the variables that depend on no latent.
+    :param at: Gaussian distributions of the predictors, flat.
+    """
+    if route is not Route.EXPONENTIAL:
+        return expected_sum(found.total, numbers, at)
+    (shape,) = (x.shape for x in found.avals)
+    mean, variance = (x[0].reshape(shape) for x in (at.means, at.variances))
+    return expectation(found, numbers, mean, variance)
 
 
 def places_within(shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
@@ -331,7 +306,7 @@ class ExpectedLogLikelihood:
     bound: str = field(metadata=STATIC)
     fixed: dict[str, tuple[Array, ...]] = field(default_factory=dict)
     indices: dict[str, Array] = field(default_factory=dict)
-    frontiers: tuple[tuple[str, Any], ...] = field(default=(), metadata=STATIC)
+    frontiers: tuple[tuple[str, Frontier], ...] = field(default=(), metadata=STATIC)
 
     @property
     def competing(self) -> tuple[str, ...]:
@@ -417,9 +392,9 @@ class ExpectedLogLikelihood:
         means, variances = zip(*moments, strict=True)
         means, variances = (tuple(x.ravel() for x in y) for y in (means, variances))
         flat = PredictorMoments(means, variances, pairs, index)
-        split = dict(self.frontiers)[site.name]
+        found = dict(self.frontiers)[site.name]
         try:
-            return split.expectation(site.route, self.fixed[site.name], flat)
+            return expected_density(found, site.route, self.fixed[site.name], flat)
         except (ValueError, NotImplementedError) as error:
             lacking = "gradient with respect to", "ifferentiation rule"
             if not any(text in str(error) for text in lacking):

@@ -12,12 +12,14 @@ that no operation after them mixes data.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.extend.core import Literal
 
 from numpyro_gpaug.math.equations import applied
@@ -33,10 +35,13 @@ _WALKED = RESHAPES | COPIES | {
 }  # fmt: skip
 
 
-class Frontier(NamedTuple):
-    """The point where a sum of log-densities becomes nonlinear.
+@dataclass(frozen=True, eq=False)
+class Frontier:
+    """The point where a sum of log-densities becomes nonlinear. It is compared by
+    identity.
 
     :param roots: variables that the rest depends on, the smallest first.
+    :param avals: their shapes and dtypes.
     :param rest: operations from the roots to the densities.
     :param alike: the root that each variable equals, as a place among the roots.
     :param fixed: variables that the rest reads and that depend on no latent.
@@ -48,6 +53,7 @@ class Frontier(NamedTuple):
     """
 
     roots: tuple[int, ...]
+    avals: tuple[Any, ...]
     rest: tuple[Operation, ...]
     alike: dict[int, int]
     fixed: tuple[int, ...]
@@ -69,6 +75,22 @@ class Frontier(NamedTuple):
         known = dict(zip(self.fixed, fixed, strict=True))
         known |= {k: roots[i] for k, i in self.alike.items()}
         return execute(self.rest, list(self.outputs), known, rule)
+
+    def density_at(self, fixed: Any, predictors: Sequence[Array]) -> list[Array]:
+        """Return the densities at values of the predictors.
+
+        :param fixed: values of the variables that depend on no latent.
+        :param predictors: values of the roots, flat.
+        """
+        pairs = zip(predictors, self.avals, strict=True)
+        # Inputs of float32 make a predictor of float32, also in a float64 model.
+        roots = [x.reshape(like.shape).astype(like.dtype) for x, like in pairs]
+        return self.density(fixed, roots)
+
+    def total(self, fixed: Any, predictors: Sequence[Array]) -> Array:
+        """Return the sum of :meth:`density_at`."""
+        found = self.density_at(fixed, predictors)
+        return sum((jnp.sum(x) for x in found), start=jnp.zeros((), found[0].dtype))
 
 
 def frontier(
@@ -113,7 +135,8 @@ def frontier(
     if columns is not None:
         chosen = _cut(program, chosen, columns)
     return Frontier(
-        chosen, rest, alike, tuple(sorted(fixed)), tuple(outputs),
+        chosen, tuple(program.avals[x] for x in chosen), rest, alike,
+        tuple(sorted(fixed)), tuple(outputs),
         tuple(scaled[token] for token in ordered), columns,
     )  # fmt: skip
 

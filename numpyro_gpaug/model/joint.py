@@ -28,7 +28,6 @@ from numpyro_gpaug.model.affine import ROUNDING, Predictors, check_groups
 from numpyro_gpaug.model.expectation import (
     Concatenated,
     ExpectedLogLikelihood,
-    Split,
     pair_places,
 )
 from numpyro_gpaug.model.frontier import (
@@ -497,10 +496,9 @@ class JointView(View):
         observed = self.structure.observed
         names = tuple(p for site in observed for p in site.predictors)
         shapes = tuple(s.shape for s in self._root_shapes)
-        splits = tuple((k, Split(program, f)) for k, f in self.frontiers.items())
         return ExpectedLogLikelihood(
             Concatenated(names, shapes), likelihoods, observed, bound, fixed,
-            self._indices, splits,
+            self._indices, tuple(self.frontiers.items()),
         )  # fmt: skip
 
     def expected_log_likelihood(self, at: dict[str, Any], bound: str) -> Array:
@@ -524,10 +522,10 @@ class JointView(View):
         :param values: values of :attr:`of_density`, (n,).
         """
         program, found = self._program, self._density
-        ends = np.cumsum([program.avals[root].size for root in found.roots])
+        ends = np.cumsum([x.size for x in found.avals])
         numbers = program.run(list(found.fixed), {})
         parts = tuple(jnp.split(values, ends[:-1]))
-        return Split(program, found).total(numbers, parts)
+        return found.total(numbers, parts)
 
     @property
     def of_density(self) -> Predictors:

@@ -40,7 +40,6 @@ from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.correlated_data import covariance_of
 from numpyro_gpaug.model.costs import MAX_DENSE
 from numpyro_gpaug.model.expectation import (
-    Split,
     correlated,
     pair_places,
     places_within,
@@ -502,10 +501,9 @@ class JointPredictiveView(JointView):
         roots = list(found.roots)
         index = index_of(program, found, batch) if apart.indexed else None
         at = self._marginals(roots, q, index)
-        split = Split(program, found)
         numbers = program.run(list(found.fixed), {})
         x, weights = nodes(len(roots), at.means[0].dtype)
-        place = partial(split.outputs, numbers)
+        place = partial(found.density_at, numbers)
         moved = iter(jax.vmap(lambda node: place(placed(at, node)))(x))
         still = iter(self._at_zero([
             leaf for leaf, moves in zip(leaves, varies, strict=True) if not moves
@@ -560,10 +558,11 @@ class JointPredictiveView(JointView):
             if site.route is Route.CORRELATED:
                 found[site.name] = self._node_error(site, q)
                 continue
-            split = Split(self._program, self.frontiers[site.name])
-            numbers = self._program.run(list(split.frontier.fixed), {})
+            own = self.frontiers[site.name]
+            numbers = self._program.run(list(own.fixed), {})
             at = self._marginals(roots, q, self._indices.get(site.name))
-            differences = rule_differences(partial(split.outputs, numbers), at)
+            density = partial(own.density_at, numbers)
+            differences = rule_differences(density, at)
             total = jnp.stack([jnp.abs(x).sum() for x in differences]).sum()
             found[site.name] = total / self._number_of_data(site)
         return found
