@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from numpyro_gpaug.model.arguments import is_array
-from numpyro_gpaug.model.columns import argument_names
+from numpyro_gpaug.model.columns import by_name
 from numpyro_gpaug.model.latents import JOINT, Structure
 from numpyro_gpaug.model.sources import sources
 
@@ -65,9 +65,9 @@ def check_by_name(
     if sum(is_array(x) for x in jax.tree.leaves(args)) < 3:
         return
     observed, inducing, inputs, _ = sources(model, args, kwargs)
-    positional = argument_names(model, len(args))[: len(args)]
-    for name in set(positional) & set(inducing) - set(inputs) - set(observed):
-        shape = np.shape(args[positional.index(name)])
+    positional = by_name(model, args)
+    for name in positional.keys() & set(inducing) - {*inputs, *observed}:
+        shape = np.shape(positional[name])
         raise ValueError(
             f"{name} of shape {shape} contains inducing inputs or hyperparameters, "
             "but is passed by position, so that predictions could not keep it. "

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copyreg
 import dis
 import io
-import marshal
 import pickle
 import sys
 from collections.abc import Callable, Iterator
@@ -410,14 +409,14 @@ def _nothing() -> None:
 class _Facts(NamedTuple):
     """The names that code reads, including those of nested code.
 
-    :param code: the instructions, without their location.
+    :param code: the instructions, without their location, as text.
     :param globals: names of globals, except for globals that it assigns.
     :param assigned: names of outer variables that it assigns.
     :param names: all names, including attributes.
     :param imports: modules.
     """
 
-    code: bytes
+    code: str
     globals: tuple[str, ...]
     assigned: frozenset[str]
     names: frozenset[str]
@@ -441,11 +440,9 @@ def _facts(code: CodeType) -> _Facts:
     assigned = {*found["STORE_GLOBAL"], *found["STORE_DEREF"]}
     known = dict.fromkeys(found["LOAD_GLOBAL"] + found["LOAD_NAME"])
     modules = tuple(dict.fromkeys(found["IMPORT_NAME"]))
-    # An older format, which writes equal code equally.
-    written = marshal.dumps(_placeless(code), 2)
     return _Facts(
-        written, tuple(x for x in known if x not in assigned), frozenset(assigned),
-        frozenset(names), modules,
+        repr(_placeless(code)), tuple(x for x in known if x not in assigned),
+        frozenset(assigned), frozenset(names), modules,
     )  # fmt: skip
 
 
@@ -456,23 +453,20 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
             yield from _codes(constant)
 
 
-def _placeless(code: CodeType) -> CodeType:
-    """Return code without its location: a notebook cell that is run again is the
-    same."""
-    constants = _written(code.co_consts)
-    return code.replace(
-        co_filename="", co_firstlineno=1, co_linetable=b"", co_consts=constants
-    )
+# What code is made of, besides its constants and its location.
+_PARTS = (
+    "co_argcount", "co_posonlyargcount", "co_kwonlyargcount", "co_flags", "co_code",
+    "co_names", "co_varnames", "co_freevars", "co_cellvars", "co_exceptiontable",
+)  # fmt: skip
 
 
-def _written(constant: Any) -> Any:
-    """Return a constant as the older format can write it, which knows no slices. Python
-    3.14 has constants that are slices, alone and in tuples."""
-    if isinstance(constant, CodeType):
-        return _placeless(constant)
-    if isinstance(constant, slice):
-        return "slice", constant.start, constant.stop, constant.step
-    return tuple(map(_written, constant)) if type(constant) is tuple else constant
+def _placeless(constant: Any) -> Any:
+    """Return code, or another constant, without the location of code: a notebook cell
+    that is run again is the same."""
+    if not isinstance(constant, CodeType):
+        return constant
+    parts = [getattr(constant, part) for part in _PARTS]
+    return *parts, *map(_placeless, constant.co_consts)
 
 
 def _read_by(fn: FunctionType, ignored: set[str]) -> dict[str, Any]:

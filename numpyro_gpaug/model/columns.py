@@ -46,6 +46,15 @@ def argument_names(model: Callable[..., Any], given: int) -> list[str]:
     return names
 
 
+def by_name(model: Callable[..., Any], args: Sequence[Any]) -> dict[str, Any]:
+    """Return positional arguments of a model by name; see :func:`argument_names`.
+
+    :param model: the model.
+    :param args: the arguments.
+    """
+    return dict(zip(argument_names(model, len(args)), args, strict=False))
+
+
 # Labels of the codes of an argument, by its name; names of columns, by "name.columns".
 Labels = dict[str, tuple[str, ...]]
 

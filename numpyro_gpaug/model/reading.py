@@ -261,11 +261,10 @@ def _transformed(fn: Any, name: str) -> str:
 
     :param fn: its distribution.
     """
-    while isinstance(fn, dist.ExpandedDistribution | dist.Independent):
-        fn = fn.base_dist
-    if not isinstance(fn, dist.TransformedDistribution):
+    base = base_distribution(fn)
+    if not isinstance(base, dist.TransformedDistribution):
         return ""
-    if not isinstance(fn.base_dist, dist.Normal):
+    if not isinstance(base.base_dist, dist.Normal):
         return ""
     return f". Write {name!r} as a function of a Normal (reparam.TransformReparam)"
 

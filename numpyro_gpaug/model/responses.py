@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from numpyro_gpaug.model.arguments import Arguments, is_array
-from numpyro_gpaug.model.columns import argument_names
+from numpyro_gpaug.model.columns import by_name
 
 
 class Responses(NamedTuple):
@@ -49,8 +49,8 @@ class Responses(NamedTuple):
         :raises TypeError: for arguments in ``over`` that are not arrays.
         """
         over = (over,) if isinstance(over, str) else tuple(over)
-        names = argument_names(model, len(args))[: len(args)]
-        named = {**dict(zip(names, args, strict=True)), **kwargs}
+        positional = by_name(model, args)
+        named = positional | kwargs
         if unknown := [name for name in over if named.get(name) is None]:
             raise ValueError(
                 f"over names {unknown}, but the arguments that were passed are "
@@ -79,7 +79,7 @@ class Responses(NamedTuple):
             return jax.tree.map(lambda _: name in over, tree)
 
         which = (
-            tuple(flags(*pair) for pair in zip(names, args, strict=True)),
+            tuple(flags(*pair) for pair in positional.items()),
             {name: flags(name, tree) for name, tree in kwargs.items()},
         )
         # As NumPy arrays, because each slice of a JAX array would call a program.

@@ -12,18 +12,16 @@ from jax import Array
 from jax.scipy.special import ndtr
 from numpyro.distributions import (
     Distribution,
-    ExpandedDistribution,
-    Independent,
-    MaskedDistribution,
     Normal,
     TransformedDistribution,
     biject_to,
 )
 from numpyro.infer.initialization import init_to_median
 
+from numpyro_gpaug.likelihoods.expectations import base_distribution
+
 _DEVIATION = 0.1
 _POOL = 64
-_WRAPPERS = ExpandedDistribution, Independent, MaskedDistribution
 
 
 class MedianStart:
@@ -99,8 +97,7 @@ def _quantile(prior: Distribution, normal: Array) -> Array:
         draws.
     :raises NotImplementedError: if it has no quantiles.
     """
-    while isinstance(prior, _WRAPPERS):
-        prior = prior.base_dist
+    prior = base_distribution(prior)
     if prior.event_shape:
         raise NotImplementedError
     if isinstance(prior, Normal):

@@ -25,7 +25,7 @@ from numpyro_gpaug.math.arrays import is_traced
 from numpyro_gpaug.math.sparse_terms import by_columns
 from numpyro_gpaug.model.arguments import Arguments, is_array
 from numpyro_gpaug.model.closures import count_run
-from numpyro_gpaug.model.columns import argument_names
+from numpyro_gpaug.model.columns import by_name
 
 Trace = dict[str, dict[str, Any]]
 
@@ -202,8 +202,8 @@ def _given(
     error: Exception,
 ) -> str:
     """Describe the arguments of a model, for the message of an error inside it."""
-    named = [*zip(argument_names(model, len(args)), args, strict=False)]
-    arrays = {k: x for k, x in [*named, *kwargs.items()] if is_array(x)}
+    named = by_name(model, args) | kwargs
+    arrays = {k: x for k, x in named.items() if is_array(x)}
     shapes = [f"{k}: {x.dtype}{list(x.shape)}" for k, x in arrays.items()]
     said = f"The model was given the arrays {', '.join(shapes)}"
     rows = {len(x) for x in arrays.values() if x.ndim}

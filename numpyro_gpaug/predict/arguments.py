@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ from jax import Array
 
 from numpyro_gpaug.math.fingerprints import fingerprint
 from numpyro_gpaug.model.arguments import Arguments, Model, Values, is_array
-from numpyro_gpaug.model.columns import Columns, Labels, argument_names, signature_of
+from numpyro_gpaug.model.columns import Columns, Labels, by_name, signature_of
 from numpyro_gpaug.model.latents import Structure
 from numpyro_gpaug.model.sources import Sources
 from numpyro_gpaug.model.validation import check_arguments
@@ -89,8 +88,8 @@ class FitArguments(NamedTuple):
             positional argument, which changes at prediction.
         """
         observations, inducing, _, pooled = origins
-        parameters = argument_names(model, len(args))
-        if lost := [name for name in inducing if name in parameters[: len(args)]]:
+        positional = by_name(model, args)
+        if lost := [name for name in inducing if name in positional]:
             raise ValueError(
                 f"inducing inputs or hyperparameters are computed from {lost}, "
                 "which change at prediction. Write def model(X, y=None, *, "
@@ -102,9 +101,9 @@ class FitArguments(NamedTuple):
         # A numpyro.factor has no plate that shows which arguments are data.
         if observations:
             rows |= {n for p in structure.plates.values() for n in p}
-        named = {**dict(zip(parameters, args, strict=False)), **kept}
+        named = positional | kept
         at = arguments.merge()
-        read = {**dict(zip(parameters, at[0], strict=False)), **at[1]}
+        read = by_name(model, at[0]) | at[1]
         # Arguments that determine inducing inputs have no row per datum, whatever their
         # length.
         shared = tuple(
@@ -113,8 +112,8 @@ class FitArguments(NamedTuple):
         data = args, {k: v for k, v in kwargs.items() if k not in kept}
         seen = {}
         if any(k not in shared for k in kept):
-            positional = zip(parameters, args, strict=False)
-            seen = {k: _seen(x) for k, x in positional if k not in observations}
+            given = positional.items()
+            seen = {k: _seen(x) for k, x in given if k not in observations}
         seen |= {k: _seen(_numbers(x)) for k, x in kept.items() if k in inducing}
         told = {k: x for k, x in seen.items() if x is not None}
         rowwise = {k: x for k, x in named.items() if k not in (*shared, *observations)}
@@ -151,24 +150,20 @@ class FitArguments(NamedTuple):
         args, kwargs, _ = Columns.read(model, args, kwargs, self.labels)
         # Observations that are not finite have no density unless they are masked.
         check_arguments(model, args, kwargs, lambda: Sources(self.observations, (), ()))
-        parameters = argument_names(model, len(args))
+        positional = by_name(model, args)
         # An argument passed by name in the fit may now be passed by position.
-        kept = {
-            k: v for k, v in self.kwargs.items() if k not in parameters[: len(args)]
-        }
-        merged = {**kept, **kwargs}
+        kept = {k: v for k, v in self.kwargs.items() if k not in positional}
+        merged = kept | kwargs
         arguments = Arguments.split(args, merged)
-        # Positional arguments may have no names.
-        of_args = itertools.zip_longest(parameters[: len(args)], args)
-        new = [(name not in self.shared, x) for name, x in of_args]
+        new = [(name not in self.shared, x) for name, x in positional.items()]
         new += [
             (k in kwargs and k not in self.shared, merged[k]) for k in sorted(merged)
         ]
-        positional = dict(zip(parameters, args, strict=False))
+        given = positional | kwargs
         self._refuse_rows_of_fit(positional, kwargs)
-        self._refuse_inducing({**positional, **kwargs})
-        self._refuse_shapes(model, positional | kwargs, lambda: weighing(arguments))
-        self._warn_of_far({**positional, **kwargs}, lambda: weighing(arguments))
+        self._refuse_inducing(given)
+        self._refuse_shapes(model, given, lambda: weighing(arguments))
+        self._warn_of_far(given, lambda: weighing(arguments))
         flags = [
             flag for flag, x in new for leaf in jax.tree.leaves(x) if is_array(leaf)
         ]
@@ -243,8 +238,7 @@ class FitArguments(NamedTuple):
         :param weighing: returns the names of the arguments on which the weights depend.
         """
         args, others = self.data
-        of_fit = dict(zip(argument_names(model, len(args)), args, strict=False))
-        of_fit |= {**self.kwargs, **others}
+        of_fit = by_name(model, args) | self.kwargs | others
         shapes = {k: _shape(x) for k, x in of_fit.items()}
         members = {n for k in self.observations for n in shapes.get(k, ())[1:]}
         rowwise = [k for k in shapes if k not in (*self.shared, *self.observations)]
@@ -307,10 +301,9 @@ class FitArguments(NamedTuple):
         :param arguments: of a prediction.
         """
         args, kwargs = arguments.merge()
-        parameters = argument_names(model, len(self.data[0]))
-        by_place = dict(zip(parameters, args, strict=False))
+        by_place = by_name(model, args)
         given = by_place | kwargs
-        of_fit = dict(zip(parameters, self.data[0], strict=False)) | self.kwargs
+        of_fit = by_name(model, self.data[0]) | self.kwargs
         return tuple(
             name
             for name, value in of_fit.items()

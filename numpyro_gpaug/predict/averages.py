@@ -22,7 +22,7 @@ from numpyro_gpaug.likelihoods.expectations import base_distribution
 from numpyro_gpaug.math import linalg
 from numpyro_gpaug.math.importance import weighted_quantiles
 from numpyro_gpaug.model.arguments import Arguments, Model, Values, is_array
-from numpyro_gpaug.model.columns import Columns, Labels, argument_names, coded
+from numpyro_gpaug.model.columns import Columns, Labels, by_name, coded
 from numpyro_gpaug.model.structure import run_model
 
 if TYPE_CHECKING:
@@ -181,8 +181,7 @@ class AveragesWanted(NamedTuple):
         :param labels: labels of arguments that were categories in the fit.
         """
         if isinstance(by, str):
-            names = argument_names(model, len(args))
-            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            given = by_name(model, args) | kwargs
             if by not in given:
                 raise ValueError(
                     f"by={by!r}, and the arguments that were passed are {[*given]}"
@@ -273,13 +272,13 @@ def _scenarios(
     :param at: values of changed arguments by name.
     :param labels: labels of arguments that are categories.
     """
-    places = {k: i for i, k in enumerate(argument_names(model, len(args))[: len(args)])}
-    given = {**kept, **kwargs, **{k: args[i] for k, i in places.items()}}
+    positional = by_name(model, args)
+    given = kept | kwargs | positional
     for name, values in at.items():
         if name not in given:
             raise ValueError(
                 f"at has {name!r}, and the arguments that were passed are "
-                f"{[*places, *kwargs]}"
+                f"{[*positional, *kwargs]}"
             )
         if isinstance(values, str) or not isinstance(values, Sequence | np.ndarray):
             raise TypeError(
@@ -298,7 +297,7 @@ def _scenarios(
     for i in range(next(iter(counts.values()))):
         each = {k: coded(k, x[i], labels.get(k)) for k, x in at.items()}
         changed = {k: _changed(k, given[k], x) for k, x in each.items()}
-        own = [changed.pop(k, args[place]) for k, place in places.items()]
+        own = [changed.pop(k, x) for k, x in positional.items()]
         scenarios.append(((*own,), {**kwargs, **changed}))
     return scenarios
 

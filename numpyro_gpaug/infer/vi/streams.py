@@ -25,7 +25,7 @@ from numpyro_gpaug.infer.vi.plan import is_optax
 from numpyro_gpaug.math.compiling import jit_for_few_runs
 from numpyro_gpaug.math.linalg import precise
 from numpyro_gpaug.model.arguments import Arguments, Model, Values
-from numpyro_gpaug.model.columns import argument_names
+from numpyro_gpaug.model.columns import by_name
 from numpyro_gpaug.model.sources import sources
 from numpyro_gpaug.model.structure import Block, flat_functions, from_cache, run_model
 from numpyro_gpaug.model.view import prior_of
@@ -186,8 +186,7 @@ class Stream(NotPickled, instead="save the posterior, stream.posterior.save(path
         told = {k: x for k, x in known.fingerprints.items() if k not in known.kwargs}
         known = known._replace(ranges={}, fingerprints=told)
         model = self.posterior.model
-        names = argument_names(model, len(args))
-        passed = {**dict(zip(names, args, strict=False)), **kwargs}
+        passed = by_name(model, args) | kwargs
         if missing := [k for k in known.observations if passed.get(k) is None]:
             raise ValueError(
                 f"a batch needs observations, and {missing} are missing, which the "
