@@ -4,31 +4,13 @@ of categories, whose labels are kept."""
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import jax
 import numpy as np
-
-# Reading a signature takes longer than checking all arguments of a small fit.
-_KNOWN: WeakKeyDictionary[Any, inspect.Signature] = WeakKeyDictionary()
-
-
-def signature_of(model: Callable[..., Any]) -> inspect.Signature:
-    """Return :func:`inspect.signature`, cached by model.
-
-    :param model: the model.
-    """
-    try:
-        return _KNOWN[model]
-    except KeyError:
-        found = _KNOWN[model] = inspect.signature(model)
-        return found
-    except TypeError:  # not hashable, or without weak references
-        return inspect.signature(model)
 
 
 def argument_names(model: Callable[..., Any], given: int) -> list[str]:
@@ -38,7 +20,7 @@ def argument_names(model: Callable[..., Any], given: int) -> list[str]:
     :param given: the number of arguments given by position.
     """
     names: list[str] = []
-    for parameter in signature_of(model).parameters.values():
+    for parameter in signature(model).parameters.values():
         if parameter.kind is parameter.VAR_POSITIONAL:
             names += [f"{parameter.name}[{i}]" for i in range(given - len(names))]
         else:

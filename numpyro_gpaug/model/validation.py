@@ -8,6 +8,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
+from inspect import signature
 from typing import Any, NoReturn
 
 import jax
@@ -21,7 +22,7 @@ from numpyro_gpaug.likelihoods.expectations import base_distribution
 from numpyro_gpaug.math.sharding import total
 from numpyro_gpaug.math.sparse_terms import indefinite_node
 from numpyro_gpaug.model.arguments import Arguments, is_array
-from numpyro_gpaug.model.columns import check_dates, is_column, signature_of
+from numpyro_gpaug.model.columns import check_dates, is_column
 from numpyro_gpaug.model.latents import Structure
 from numpyro_gpaug.model.sources import Sources, sources
 from numpyro_gpaug.model.structure import Trace, flat_functions, run_model
@@ -130,27 +131,27 @@ def _named(
     model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
     try:
-        signature = signature_of(model)
+        taken = signature(model)
     except ValueError:
         return {**{f"argument {i}": a for i, a in enumerate(args)}, **kwargs}
     try:
-        return dict(signature.bind_partial(*args, **kwargs).arguments)
+        return dict(taken.bind_partial(*args, **kwargs).arguments)
     except TypeError as error:
         shapes = [np.shape(x) for x in args]
         names = f" and {sorted(kwargs)} by name" if kwargs else ""
-        needed = (p for p in signature.parameters.values() if p.default is p.empty)
+        needed = (p for p in taken.parameters.values() if p.default is p.empty)
         lacking = [
             f"{p.name}=..."
             for p in needed
             if p.kind is p.KEYWORD_ONLY and p.name not in kwargs
         ]
         cure = f": pass {', '.join(lacking)} by name" if lacking else ""
-        known = {name.lower(): name for name in signature.parameters}
-        for name in sorted(set(kwargs) - set(signature.parameters)):
+        known = {name.lower(): name for name in taken.parameters}
+        for name in sorted(set(kwargs) - set(taken.parameters)):
             if like := get_close_matches(name.lower(), known, 1):
                 cure += f"; for {name!r}, did you mean {known[like[0]]!r}?"
         raise TypeError(
-            f"{error}: the model takes {signature}, and was given arguments of shapes "
+            f"{error}: the model takes {taken}, and was given arguments of shapes "
             f"{shapes}{names}{cure}"
         ) from None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from inspect import signature
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +14,7 @@ from jax import Array
 
 from numpyro_gpaug.math.fingerprints import fingerprint
 from numpyro_gpaug.model.arguments import Arguments, Model, Values, is_array
-from numpyro_gpaug.model.columns import Columns, Labels, by_name, signature_of
+from numpyro_gpaug.model.columns import Columns, Labels, by_name
 from numpyro_gpaug.model.latents import Structure
 from numpyro_gpaug.model.sources import Sources
 from numpyro_gpaug.model.validation import check_arguments
@@ -321,7 +322,7 @@ class FitArguments(NamedTuple):
         :param model: the model.
         :param given: how many positional arguments were passed.
         """
-        parameters = list(signature_of(model).parameters.values())[given:]
+        parameters = list(signature(model).parameters.values())[given:]
         return {
             p.name: None
             for p in parameters

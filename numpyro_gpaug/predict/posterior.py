@@ -7,6 +7,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
+from inspect import signature
 from os import PathLike
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -27,7 +28,7 @@ from numpyro_gpaug.math.arrays import in_dtype_of, is_traced
 from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.calls import check_count, check_key
 from numpyro_gpaug.model.closures import Version, watched
-from numpyro_gpaug.model.columns import Columns, Labels, labelled, signature_of
+from numpyro_gpaug.model.columns import Columns, Labels, labelled
 from numpyro_gpaug.model.costs import MAX_DENSE
 from numpyro_gpaug.model.display import latent_rows, observed_rows
 from numpyro_gpaug.model.latents import Structure
@@ -714,7 +715,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         """
         check_key(key)
         name = self._predictor.named(site)
-        if "num_samples" in kwargs.keys() - signature_of(self.model).parameters:
+        if "num_samples" in kwargs.keys() - signature(self.model).parameters:
             raise TypeError("sample takes sample_shape=(n,), not num_samples=n")
         arguments, _ = self._calls.unobserved(args, kwargs)
         draws = self._calls.draws(arguments, name, key, math.prod(sample_shape))

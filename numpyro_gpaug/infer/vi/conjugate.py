@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial, wraps
+from inspect import signature
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import jax
@@ -46,7 +47,7 @@ from numpyro_gpaug.math.threads import threads_for
 from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.calls import check_key
 from numpyro_gpaug.model.closures import RunsModel
-from numpyro_gpaug.model.columns import Columns, signature_of
+from numpyro_gpaug.model.columns import Columns
 from numpyro_gpaug.model.responses import Responses
 from numpyro_gpaug.model.validation import explain_failure
 from numpyro_gpaug.predict.many import Posteriors
@@ -592,7 +593,7 @@ class ConjugateSVI(RunsModel, NotPickled, instead=_UNPICKLED):
                 "the arguments of the fit, svi.posterior(svi.get_params(state), X, "
                 "y)"
             )
-        takes_arguments = bool(signature_of(self.model).parameters)
+        takes_arguments = bool(signature(self.model).parameters)
         if isinstance(fit, dict) and takes_arguments and not (args or kwargs):
             raise TypeError(
                 "params alone do not state which data they were fitted to. Pass "
