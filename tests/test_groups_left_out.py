@@ -160,18 +160,20 @@ def test_hyperparameters_follow_their_posterior_without_the_group(likelihood, y)
 
 @pytest.mark.parametrize("log_weight", [-20.0, -2.0])
 def test_members_without_an_answer_are_dropped_if_they_weigh_little(log_weight) -> None:
-    loc = jnp.array([[0.0, 1.0], [2.0, 3.0], [jnp.nan, 0.0]])
-    worth = jnp.array([[-1.0, -1.0], [-1.0, -3.0], [jnp.nan, -1.0]])
+    loc = jnp.array([[0.0, 1.0], [2.0, 3.0], [jnp.nan, 0.0], [9.0, 9.0]])
+    # The last member allows to leave the first datum out only just.
+    worth = jnp.array([[-1.0, -1.0], [-1.0, -3.0], [jnp.nan, -1.0], [-90.0, -1.0]])
     each = jax.vmap(lambda x: dist.Normal(x, jnp.ones(2), validate_args=False))(loc)
-    weights = jnp.array([0.0, 0.0, log_weight])
+    weights = jax.nn.log_softmax(jnp.array([0.0, 0.0, log_weight, -20.0]))
     found = MIXED["left_out"](WithoutData(each, worth), weights)
     if log_weight == -2:
         # The caller looks for them.
-        assert any(np.isnan(x).any() for x in jax.tree.leaves(found))
+        assert np.isnan(found.distribution.weights).any(0).tolist() == [True, False]
         return
     mean = found.distribution.mean
     share = 1 / (1 + np.exp(-2))
     np.testing.assert_allclose(mean, [1, 3 * share + 1 - share], atol=1e-6)
+    assert found.worth[0] < 1.1
 
 
 def test_weights_leave_out_copies_and_events_are_left_out_by_entry() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +23,8 @@ from numpyro_gpaug.model.arguments import Values, is_array
 
 # The number of draws of latents that another autoguide owns.
 MEMBERS = 64
+# The number of members that count, at least, where data are left out.
+LEAST_MEMBERS = 5
 
 
 class FunctionValues(NamedTuple):
@@ -235,22 +238,32 @@ def _left_out(answers: WithoutData, log_weights: Array, **how: Any) -> WithoutDa
     """Weigh the members by the posterior of the hyperparameters given the other data:
     it is that given all data, divided by the density of what is left out.
 
-    The Gaussian of a member in the far tails may be known too roughly to leave data out
-    (NaN). It is dropped if its share is negligible with the lowest density of others.
+    In the far tails the Gaussian of a member may not allow to leave a datum out (NaN),
+    or only just, and the density is then much too low. Members of a negligible share
+    are dropped where they are NaN. Where few members would count, members of a
+    negligible share with the lowest densities take the lowest density of the others.
     """
-    leaves, worth = jax.tree.leaves(answers), answers.worth
-    nan = [jnp.isnan(x).reshape(len(x), -1).any(1) for x in leaves]
-    broken = _aligned(jnp.stack(nan).any(0), worth)
-    each = _aligned(log_weights, worth)
-    most = jax.nn.softmax(each - jnp.where(broken, jnp.nanmin(worth, 0), worth), 0)
-    few = jnp.where(broken, most, 0).sum(0).max() < NEGLIGIBLE
-    each = jnp.where(broken & few, -jnp.inf, each - worth)
-    each = jax.nn.log_softmax(each, 0)
-    known = jnp.argmax(each.reshape(len(each), -1)[:, 0])
-    distribution = jax.tree.map(
-        lambda x: jnp.where(few & jnp.isnan(x), x[known], x), answers.distribution
-    )
+    worth, shares = answers.worth, jnp.exp(_aligned(log_weights, answers.worth))
+    rows = worth.shape[1:]
+
+    def unknown(x: Array) -> Array:
+        each = rows if x.shape[x.ndim - len(rows) :] == rows else [1] * len(rows)
+        return jnp.isnan(x).reshape(len(x), -1, *each).any(1)
+
+    broken = reduce(jnp.logical_or, map(unknown, jax.tree.leaves(answers)))
+    few = jnp.where(broken, shares, 0).sum(0) < NEGLIGIBLE
+    worth = jnp.where(broken, jnp.where(few, jnp.inf, jnp.nan), worth)
+    each = jax.nn.log_softmax(_aligned(log_weights, worth) - worth, 0)
     size = 1 / jnp.exp(2 * each).sum(0)
+    order = jnp.argsort(worth, 0)
+    below = jnp.cumsum(jnp.take_along_axis(shares, order, 0), 0) < NEGLIGIBLE
+    first = jnp.take_along_axis(order, below.sum(0, keepdims=True), 0)
+    lowest = jnp.take_along_axis(worth, first, 0)
+    bounded = _aligned(log_weights, worth) - jnp.maximum(worth, lowest)
+    each = jnp.where(size < LEAST_MEMBERS, jax.nn.log_softmax(bounded, 0), each)
+    distribution = jax.tree.map(
+        lambda x: jnp.where(jnp.isnan(x), jnp.nanmax(x, 0), x), answers.distribution
+    )
     return WithoutData(_observations(distribution, each), size)
 
 

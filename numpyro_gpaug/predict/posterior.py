@@ -39,7 +39,12 @@ from numpyro_gpaug.predict.archive import SavedFit, read_fit, write_fit
 from numpyro_gpaug.predict.arguments import FitArguments
 from numpyro_gpaug.predict.averages import Averages, AveragesWanted, Contrast, Of
 from numpyro_gpaug.predict.calls import Calls
-from numpyro_gpaug.predict.mixture import Fitted, FunctionValues, WithoutData
+from numpyro_gpaug.predict.mixture import (
+    LEAST_MEMBERS,
+    Fitted,
+    FunctionValues,
+    WithoutData,
+)
 from numpyro_gpaug.predict.predictor import Predictor, predictor_for
 from numpyro_gpaug.predict.summary import (
     NO_SITES,
@@ -53,8 +58,6 @@ if TYPE_CHECKING:
     import pandas
 
 BATCH_SIZE = 1024
-# Of the points of a mixture, that count where data are left out.
-LEAST_MEMBERS = 5
 # The error of an expectation by quadrature, in nats per datum, that users are told of.
 MOST_ERROR = 1e-3
 
