@@ -12,7 +12,6 @@ import pytest
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.model.arguments import Arguments
-from numpyro_gpaug.model.columns import signature_of
 from tests import conftest
 
 GROUP = np.repeat(np.arange(4), 4)
@@ -141,16 +140,3 @@ def test_arrays_that_change_are_not_seen() -> None:
         assert kept.arrays[0].dtype == jnp.result_type(float)
         ((merged,), _) = kept.merge()
         assert isinstance(merged, jax.Array)
-
-
-def test_signatures_of_any_model() -> None:
-    class Unhashable:
-        __hash__ = None
-
-        def __call__(self, X, y=None):
-            pass
-
-    for callable_ in (model, Unhashable(), numpyro.handlers.seed(model, 0)):
-        known = [list(signature_of(callable_).parameters) for _ in range(2)]
-        assert known[0] == known[1]
-    assert known[0] == ["y", "group"]
