@@ -226,11 +226,9 @@ def pair_places(
         return places_within(*shapes)
     if len(shapes) != 2 or site.route is Route.CLOSED_FORM:
         return np.arange(0), np.arange(0)
-    first, second = (np.arange(prod(shape)) for shape in shapes)
-    beside: Any = first if index is None else index
-    return np.broadcast_to(beside, len(second)) if index is None else beside, (
-        len(first) + second
-    )
+    first, second = map(prod, shapes)
+    beside = np.broadcast_to(np.arange(first), second) if index is None else index
+    return beside, first + np.arange(second)
 
 
 def correlated(

@@ -364,7 +364,10 @@ def write_fit(path: str | PathLike[str], fit: SavedFit) -> None:
         **plain({k: x for k, x in kept.items() if k != "data"}),
         "moments": _listed(fit.predictor.moments(fit.fitted)),
         "members": members and members._asdict() | {"own": _listed(members.own)},
-        "sites": {k: _arrays(m) for k, m in fit.known.moments.items()},
+        "sites": {
+            k: (*m[:2], m.covariance and m.covariance())
+            for k, m in fit.known.moments.items()
+        },
         "marks": fit.known.marks,
         "rule_errors": fit.known.rule_errors,
         "structure": plain(Parts.of(fit.predictor.structure)),
@@ -423,11 +426,6 @@ def read_fit(
 
 def _listed(moments: dict[str, Any]) -> dict[str, list[Array]]:
     return {k: jax.tree.leaves(m) for k, m in moments.items()}
-
-
-def _arrays(site: SiteMoments) -> tuple[Array, Array, Array | None]:
-    mean, variance, covariance = site
-    return mean, variance, None if covariance is None else covariance()
 
 
 def _site(mean: Array, variance: Array, covariance: Array | None) -> SiteMoments:

@@ -75,8 +75,6 @@ class Predictor:
         self.model = model
         self.version = watched(model).version()
         self.structure = structure
-        # With the sizes of the last fit, by which it is recognised.
-        self.known: Structure | None = None
         self.function_posterior = guide.function_posterior
         self._moments = guide.moments
         kind = JointAnswers if structure.joint else Answers
@@ -655,15 +653,8 @@ def predictor_for(guide: ProcessGuide, model: Model, structure: Structure) -> Pr
 
     :param structure: the structure of the model, at any arguments.
     """
-    found = guide.predictors.get(id(model))
-    if found is not None and not found.is_current():
-        found = None
-    if found is not None and found.known is structure:
-        return found
-    known, structure = structure, structure.sizeless()
-    if found is None or found.structure != structure:
+    found, structure = guide.predictors.get(id(model)), structure.sizeless()
+    if found is None or not found.is_current() or found.structure != structure:
         # The predictor holds the model, so no other model gets its id.
-        found = Predictor(model, structure, guide)
-        guide.predictors[id(model)] = found
-    found.known = known
+        found = guide.predictors[id(model)] = Predictor(model, structure, guide)
     return found
