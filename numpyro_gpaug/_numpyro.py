@@ -336,9 +336,8 @@ class weighted_plates(Messenger):
         within = [f.name for f in msg["cond_indep_stack"] if f.name in self.names]
         if within and not msg["is_observed"]:
             raise ValueError(
-                f"site {msg['name']!r} has a latent for every row of the data "
-                f"(plate {within[0]!r}), and a batch contains only some of them. "
-                "Pass all data as arrays"
+                f"site {msg['name']!r} has latents in plate {within[0]!r}, which has "
+                "as many members as a batch has rows. Use batches of another size"
             )
         if len(within) > 1:
             raise ValueError(

@@ -285,6 +285,21 @@ def test_any_loader(data, svi):
     assert sum(len(x) for x, _ in gpaug.Blocks(loader, rows=ROWS).blocks()) == ROWS
 
 
+def test_latents_of_rows_are_refused() -> None:
+    def steps(t, y=None, *, inducing=None):
+        kernel = gpaug.kernels.Matern32(1.0)
+        f = gpaug.GaussianProcess("f", kernel, inducing, markov=True)(t)
+        with numpyro.plate("data", len(t)):
+            numpyro.sample("y", dist.Normal(f, 1.0), obs=y)
+
+    t = np.linspace(0, 1, 20, dtype="float32")
+    svi = gpaug.ConjugateSVI(steps, gpaug.AutoLatentGaussian(steps), None)
+    for source in (gpaug.Batches, gpaug.Blocks):
+        with pytest.raises(ValueError, match="'f.v' has shapes .* belong to rows"):
+            svi.run(KEY, 1, source((t, t), 10), **QUIET)
+    svi.run(KEY, 1, gpaug.Blocks((t, t), 10), inducing=t[::2], **QUIET)
+
+
 # -- sources that fail ----------------------------------------------------------------
 
 

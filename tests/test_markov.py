@@ -475,3 +475,11 @@ def test_guides_of_inducing_values_are_refused():
     guide = gpaug.AutoSparseGP(curve)
     with pytest.raises(gpaug.NotConjugateError, match="needs AutoLatentGaussian"):
         gpaug.ConjugateSVI(curve, guide).run(jax.random.key(0), 1, T, REAL)
+
+
+def test_a_state_is_not_updated_with_another_number_of_times():
+    svi = gpaug.ConjugateSVI(curve, gpaug.AutoLatentGaussian(curve))
+    state = svi.init(jax.random.key(0), T[:6], REAL[:6])
+    for step in (svi.update, svi.evaluate):
+        with pytest.raises(ValueError, match="another graph, mesh or number of"):
+            step(state, T, REAL)

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from numpyro_gpaug.guides import ConjugateGuide
 from numpyro_gpaug.infer.vi.batches import Blocks
+from numpyro_gpaug.infer.vi.feeds import RunArguments
 from numpyro_gpaug.math.arrays import is_traced
 from numpyro_gpaug.math.compiling import once
 from numpyro_gpaug.math.fingerprints import fingerprint
@@ -70,6 +71,44 @@ def check_fit(
     check_processes(structure)
     check_by_name(model, args, kwargs)
     return arguments
+
+
+def check_batches(model: Model, given: RunArguments) -> None:
+    """Raise for a model whose latents belong to rows, given batches or blocks of rows:
+    all of these would share the latents of the first.
+
+    :param model: the model.
+    :param given: the arguments of a run, with batches.
+    :raises ValueError: for such a model; it names the site.
+    """
+
+    def shapes(batch: Any) -> dict[str, list[tuple[int, ...]]]:
+        found: dict[str, list[tuple[int, ...]]] = {}
+
+        def visit(arguments: Arguments) -> None:
+            trace = run_model(flat_functions(model), arguments, fixed_key(), {})
+            for name, site in trace.items():
+                drawn = site["type"] == "sample" and not site["is_observed"]
+                if drawn or site["type"] == "param":
+                    found[name] = list(map(jnp.shape, jax.tree.leaves(site["value"])))
+
+        jax.eval_shape(visit, Arguments.split(*given.at(batch)))
+        return found
+
+    first: Any = given.batches.first  # type: ignore[union-attr]
+    whole = shapes(first)
+    try:
+        half = shapes(jax.tree.map(lambda x: x[: -(-len(x) // 2)], first))
+    except (TypeError, ValueError, IndexError):
+        return  # the model is for batches of this size
+    for name, here in whole.items():
+        if (there := half.get(name, here)) != here:
+            raise ValueError(
+                f"site {name!r} has shapes {here}, and {there} for half of the rows of "
+                "a batch: its latents belong to rows, and a batch contains only some "
+                "of these. Pass all data as arrays, or the inducing inputs of a "
+                "process by name"
+            )
 
 
 def check_run(rng_key: Any, num_steps: int, tol: float | None) -> None:
@@ -177,8 +216,8 @@ def check_basis(state: Any, structure: Structure) -> None:
     if trees[0] != trees[1] or sizes[0] != sizes[1]:
         raise ValueError(
             "the state belongs to latents of another structure: the model has another "
-            "graph, mesh or number of groups than in the run that made the state. "
-            "Start a new run"
+            "graph, mesh or number of groups or times than in the run that made the "
+            "state. Start a new run"
         )
 
 
@@ -301,6 +340,8 @@ class CheckedData:
             self._guide.check_data(arguments)
             structure = self._guide.structure
             check_observations(self._model, structure, arguments, self._programs)
+            if self._seen is None or seen[0] != self._seen[0]:
+                check_basis(state, structure)
             self._seen = seen
         # The other checks run after the last step.
         if not traced and self._guide.structure.basis_mark:

@@ -18,6 +18,7 @@ from numpyro_gpaug.guides import ConjugateGuide
 from numpyro_gpaug.infer.vi import quasi_newton
 from numpyro_gpaug.infer.vi.checks import (
     check_basis,
+    check_batches,
     check_fit,
     check_gaussian,
     check_latents,
@@ -218,6 +219,8 @@ class Programs:
             begins=begins and given.batch is None, arguments=arguments,
         )  # fmt: skip
         check_gaussian(self._guide.structure)
+        if given.batches is not None:
+            check_batches(self._model, given)
         self.keep_up()
         return found
 
