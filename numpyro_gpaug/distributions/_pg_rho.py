@@ -131,18 +131,14 @@ class Tangent(NamedTuple):
     :param h: shape.
     :param offset: the point divided by ``1 + h``, plus ``ALPHA``.
     :param slope: minus the derivative of ``log(rho)`` there.
-    :param level: ``p`` there.
-    :param bend: its derivative with respect to ``u`` there.
-    :param in_u: coefficients of ``p`` in Chebyshev polynomials of ``u``.
-    :param chain: intermediate derivatives of the evaluation.
+    :param bend: the derivative of ``p`` with respect to ``u`` there.
+    :param chain: intermediate derivatives of the evaluation of ``p``.
     """
 
     h: Array
     offset: Array
     slope: Array
-    level: Array
     bend: Array
-    in_u: list[Array]
     chain: list[Array]
 
 
@@ -173,34 +169,25 @@ def tangent(h: Array, x0: Array) -> Tangent:
         d1, d2 = 2 * t * d1 + (2 * b1 - d2), d1
         b1, b2 = 2 * t * b1 + (coef - b2), b1
     chain.append(d1)
-    level = in_u[0] + (t * b1 - b2)
     bend = 2 * (b1 + t * d1 - d2)
     slope = RATE - ((h + 0.5) / (h + 1) + bend * rest) / offset
-    return Tangent(h, offset, slope, level, bend, in_u, chain)
+    return Tangent(h, offset, slope, bend, chain)
 
 
-def log_gap(x: Array, at: Tangent, *, divided: bool) -> Array:
-    """Return ``log(rho(x))`` minus the tangent, which is not positive.
+def log_gap(x: Array, at: Tangent) -> Array:
+    """Return ``log(rho(x))`` minus the tangent, which is not positive, by the second
+    divided difference of the polynomial. The rounding error of a plain difference would
+    grow with ``h``.
 
     :param x: values.
     :param at: the tangent.
-    :param divided: whether to use the second divided difference of the polynomial,
-        whose rounding error does not grow with ``h``, instead of a plain difference,
-        which takes less time.
     """
     step = (x / (1 + at.h) + ALPHA - at.offset) / at.offset
     rest = ALPHA / (at.offset * (1 + step))
     t = 1 - 2 * rest
-    if divided:
-        e1, e2 = jnp.zeros_like(x), jnp.zeros_like(x)
-        for d in at.chain[:-1]:
-            e1, e2 = 2 * t * e1 + (2 * d - e2), e1
-        second = 4 * (at.chain[-1] + t * e1 - e2)
-        bent = rest * (rest * second - at.bend) * jnp.square(step)
-    else:
-        b1, b2 = jnp.zeros_like(x), jnp.zeros_like(x)
-        for coef in at.in_u[:0:-1]:
-            b1, b2 = 2 * t * b1 + (coef - b2), b1
-        level = at.in_u[0] + (t * b1 - b2)
-        bent = level - at.level - at.bend * (ALPHA / at.offset) * step
+    e1, e2 = jnp.zeros_like(x), jnp.zeros_like(x)
+    for d in at.chain[:-1]:
+        e1, e2 = 2 * t * e1 + (2 * d - e2), e1
+    second = 4 * (at.chain[-1] + t * e1 - e2)
+    bent = rest * (rest * second - at.bend) * jnp.square(step)
     return (at.h + 0.5) * (jnp.log1p(step) - step) + (1 + at.h) * bent

@@ -20,14 +20,8 @@ from jax import Array, lax, random
 from numpyro_gpaug.distributions._pg_rho import log_gap, tangent
 from numpyro_gpaug.distributions._rejection import REJECTED, accepted
 
-# Up to this shape the rounding of a plain difference of the table, in single
-# precision, costs no more than the table's own error.
-PLAIN_MAX = 32.0
 
-
-def _propose(
-    key: Array, h: Array, z: Array, shape: tuple[int, ...], divided: bool
-) -> Array:
+def _propose(key: Array, h: Array, z: Array, shape: tuple[int, ...]) -> Array:
     """Return one inverse-Gaussian proposal per lane."""
     dtype = h.dtype
     # One call to the generator: each call adds its own copy of the cipher to the
@@ -54,21 +48,21 @@ def _propose(
     # underflow.
     x = jnp.maximum(x, 4 * jnp.finfo(dtype).tiny)
     level = jnp.where(lower, level, (level - 1) * root)
-    rejected = level > jnp.exp(log_gap(x, at, divided=divided))
+    rejected = level > jnp.exp(log_gap(x, at))
     # Parameters that are not numbers end the loop, with such a draw.
     return jnp.where(rejected, REJECTED, x)
 
 
-@partial(jax.jit, static_argnames=("num", "divided"))
-def _sample(key: Array, h: Array, z: Array, *, num: int, divided: bool) -> Array:
+@partial(jax.jit, static_argnames="num")
+def _sample(key: Array, h: Array, z: Array, *, num: int) -> Array:
     batch = z.shape[0]
 
     def first() -> Array:
-        return _propose(random.fold_in(key, 0), h, z, (num, batch), divided)
+        return _propose(random.fold_in(key, 0), h, z, (num, batch))
 
     def propose(count: Array | int, index: Array | np.ndarray) -> Array:
         own = h if h.size == 1 else h[index % batch], z[index % batch]
-        return _propose(random.fold_in(key, count), *own, (len(index),), divided)
+        return _propose(random.fold_in(key, count), *own, (len(index),))
 
     return accepted(num * batch, z.dtype, first, propose).reshape(num, batch)
 
@@ -85,13 +79,11 @@ def sample(
     :param concrete_h: the values of ``h``, if they are known.
     :return: an array of shape ``(num, len(z))``.
     """
-    divided = jnp.finfo(h.dtype).bits <= 32
     if concrete_h is not None and concrete_h.size:
-        divided = divided and bool(concrete_h.max() > PLAIN_MAX)
         if np.all(concrete_h == concrete_h[0]):
             h = h[:1]
     # A shape of zero is a point mass; any stand-in keeps the arithmetic finite.
     positive = h > 0
     stand_in = jnp.where(positive, h, 1.0)
-    draws = _sample(key, stand_in, z, num=num, divided=divided)
+    draws = _sample(key, stand_in, z, num=num)
     return jnp.where(positive, draws, 0.0)
