@@ -27,6 +27,7 @@ from numpyro_gpaug.distributions.sparse_prior import SparsePrior
 from numpyro_gpaug.distributions.zero_sum import ZeroSumByComponent, centred, sums
 from numpyro_gpaug.math import sparse_cholesky
 from numpyro_gpaug.math.linalg import precise
+from numpyro_gpaug.math.normal import LOG_2PI
 from numpyro_gpaug.math.sparse_pattern import Pattern
 from numpyro_gpaug.math.sparse_terms import (
     by_columns,
@@ -34,8 +35,6 @@ from numpyro_gpaug.math.sparse_terms import (
     sum_of_terms,
     sums_of_rows,
 )
-
-_LOG_2PI = float(np.log(2 * np.pi))
 
 
 class _OfAreas(dist.Distribution):
@@ -119,7 +118,7 @@ class ICAR(_OfAreas):
     def log_prob(self, value: Array) -> Array:
         graph, dtype = self.graph, self.dtype
         x = jnp.asarray(value, dtype) / self.scale[..., None]
-        constant = jnp.asarray(graph.log_det - graph.rank * _LOG_2PI, dtype)
+        constant = jnp.asarray(graph.log_det - graph.rank * LOG_2PI, dtype)
         precision = jnp.asarray(graph.precision, dtype)
         entries = sparse_cholesky.with_sums(graph.pattern, precision, _row_sums(graph))
         quadratic = sparse_cholesky.quadratic(graph.pattern, entries, x)
@@ -208,7 +207,7 @@ class BYM2(_OfAreas):
         x = jnp.asarray(value, dtype) / self.scale[..., None]
         at_unit_scale = partial(_log_prob_at_unit_scale, self.graph)
         per_field = jnp.vectorize(at_unit_scale, signature="(n),()->()")
-        constant = jnp.asarray(0.5 * size * _LOG_2PI, dtype)
+        constant = jnp.asarray(0.5 * size * LOG_2PI, dtype)
         return per_field(x, self.mixing) - constant - size * jnp.log(self.scale)
 
     @property
@@ -338,7 +337,7 @@ class GMRF(dist.Distribution):
         x = value - self.loc
         entries = sparse_cholesky.with_sums(self.pattern, self.values, self.sums)
         quadratic = sparse_cholesky.quadratic(self.pattern, entries, x)
-        constant = jnp.asarray(self.pattern.size * _LOG_2PI, x.dtype)
+        constant = jnp.asarray(self.pattern.size * LOG_2PI, x.dtype)
         return 0.5 * (self._log_det() - constant - quadratic)
 
     @property

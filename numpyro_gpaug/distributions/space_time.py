@@ -20,10 +20,9 @@ from numpyro_gpaug.distributions.sparse_prior import SparsePrior
 from numpyro_gpaug.math import sparse_cholesky
 from numpyro_gpaug.math.arrays import numbers
 from numpyro_gpaug.math.linalg import precise
+from numpyro_gpaug.math.normal import LOG_2PI
 from numpyro_gpaug.math.sparse_pattern import Pattern
 from numpyro_gpaug.math.sparse_terms import by_columns
-
-_LOG_2PI = float(np.log(2 * np.pi))
 
 
 class SpaceTime(dist.Distribution):
@@ -120,7 +119,7 @@ class SpaceTime(dist.Distribution):
         entries = sparse_cholesky.with_sums(pattern, self._of_areas)
         quadratic = sparse_cholesky.quadratic(pattern, entries, steps).sum(-1)
         size = self.event_shape[0] * self.event_shape[1]
-        constant = size * (jnp.asarray(_LOG_2PI, x.dtype) + 2 * jnp.log(self.scale))
+        constant = size * (jnp.asarray(LOG_2PI, x.dtype) + 2 * jnp.log(self.scale))
         return 0.5 * (self._log_det() - constant - quadratic)
 
     @property

@@ -455,9 +455,7 @@ def _passed_matrix(group: Group, above: Group, update: Array) -> Array:
     source[front, 0, group.up[front, row]] = row
     wide = jnp.pad(update, ((0, 0), (0, 0), (0, 1)))
     wide = jnp.take_along_axis(wide, source, 2, mode="promise_in_bounds")
-    found = jnp.zeros((len(above.pivots) * r, r), update.dtype)
-    found = found.at[_rows_above(group, r)].add(wide, mode="promise_in_bounds")
-    return found.reshape(-1, r, r)
+    return _passed_vectors(group, above, wide)
 
 
 def _passed_vectors(group: Group, above: Group, update: Array) -> Array:

@@ -33,6 +33,7 @@ from numpyro_gpaug.infer.vi.resolution import lost
 from numpyro_gpaug.infer.vi.settling import settled
 from numpyro_gpaug.infer.vi.sweeps import starts_augmented
 from numpyro_gpaug.math.compiling import jit
+from numpyro_gpaug.math.linalg import total
 from numpyro_gpaug.model.arguments import Arguments, Values
 from numpyro_gpaug.model.joint import JointView
 from numpyro_gpaug.model.latents import JOINT, Structure
@@ -255,7 +256,7 @@ class CollapsedBound:
         def value_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
             moved = _moves(primals[0], tangents)
             bound, gradient = with_gradient(*primals)
-            return bound, _inner(gradient, moved)
+            return bound, total(gradient, moved)
 
         def gradient_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
             values, steps, data = primals
@@ -266,7 +267,7 @@ class CollapsedBound:
             )
             flat, unravel = ravel_pytree(moved)
             turned = unravel(curvature @ flat)
-            return (bound, gradient), (_inner(gradient, moved), turned)
+            return (bound, gradient), (total(gradient, moved), turned)
 
         value.defjvp(value_jvp, symbolic_zeros=True)
         with_gradient.defjvp(gradient_jvp, symbolic_zeros=True)
@@ -327,11 +328,6 @@ def _moves(values: Values, tangents: Any) -> Values:
 
 def _is_zero(x: Any) -> bool:
     return isinstance(x, SymbolicZero)
-
-
-def _inner(gradient: dict[str, Any], moved: dict[str, Any]) -> Array:
-    products = jax.tree.map(lambda g, m: (g * m).sum(), gradient, moved)
-    return sum(jax.tree.leaves(products))  # type: ignore
 
 
 def _differences(
