@@ -198,28 +198,22 @@ def _numbers(name: str, value: Any) -> np.ndarray:
     check_dates(name, found)
     if found.dtype.kind == "f" or (found.dtype.kind in "biu" and not missing.any()):
         return found
-    present = found[~missing]
-    if found.dtype.kind in "OUST":
-        if any(hasattr(x, "year") for x in present[:1]):
+    # Nullable types give arrays of objects.
+    objects = found[~missing].tolist()
+    present = np.array(objects)
+    if present.ndim > 1 or present.dtype.kind not in "biuf":
+        if hasattr(objects[0], "year"):
             check_dates(name, np.empty(0, "datetime64[us]"))
-        if not all(isinstance(x, bool | int | float | np.number) for x in present):
-            raise TypeError(
-                f"{name} contains text. Convert it by .astype('category') of pandas "
-                "or .cast(polars.Categorical): the model gets codes, and summaries "
-                "labels"
-            )
-    kinds = {type(x) for x in present}
+        raise TypeError(
+            f"{name} contains text. Convert it by .astype('category') of pandas "
+            "or .cast(polars.Categorical): the model gets codes, and summaries "
+            "labels"
+        )
     if not missing.any():
-        # Nullable types give arrays of objects.
-        return present.astype(bool if kinds <= {bool, np.bool_} else _kind(kinds))
+        return present
     filled = np.full(found.shape, np.nan)
-    filled[~missing] = present.astype(float)
+    filled[~missing] = present
     return filled
-
-
-def _kind(kinds: set[type]) -> type:
-    whole = all(issubclass(x, bool | int | np.integer | np.bool_) for x in kinds)
-    return int if whole else float
 
 
 def _columns(name: str, value: Any, known: tuple[str, ...] | None) -> list[Any]:

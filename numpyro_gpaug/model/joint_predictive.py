@@ -262,9 +262,8 @@ class JointPredictiveView(JointView):
         if not any(each.large for each in found):
             return zero, zero + jnp.inf
         any_pairs = getattr(self.structure.form, "any_pairs", False)
-        worst = [each.misfit(any_pairs=any_pairs) for each in found]
-        has_to = [x for x, each in zip(worst, found, strict=True) if each.many]
-        return jnp.max(jnp.stack([zero, *has_to])), jnp.max(jnp.stack(worst))
+        worst = jnp.stack([each.misfit(any_pairs=any_pairs) for each in found]).max()
+        return worst if any(each.many for each in found) else zero, worst
 
     def _variable(self, name: str) -> Any:
         """Return the variable of a site's values. For an observed site it is the
