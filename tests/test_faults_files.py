@@ -19,6 +19,7 @@ import pytest
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.math import files
+from numpyro_gpaug.model.structure import Plate
 from tests import archives
 from tests.conftest import enable_x64, slow
 
@@ -218,6 +219,11 @@ def test_an_edited_header(saved, tmp_path) -> None:
     assert edited != text
     with pytest.raises(gpaug.ArchiveError, match="edited"):
         load(archived(saved, meta=np.array(edited)), tmp_path)
+
+
+def test_fields_of_another_version() -> None:
+    with pytest.raises(ValueError, match="header has .'beyond'. where .'size', "):
+        files.typed({"beyond": 1}, Plate, "header")
 
 
 def test_edited_arrays(tmp_path) -> None:

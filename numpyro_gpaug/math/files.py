@@ -17,7 +17,6 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from uuid import uuid4
 
 import numpy as np
-from jax import Array
 
 from numpyro_gpaug.errors import ArchiveError
 
@@ -165,42 +164,28 @@ def typed(value: Any, hint: Any, where: str) -> Any:
     """Return a value from a header in the type of a hint.
 
     :param value: made of dicts, lists, texts, numbers and arrays.
-    :param hint: ``Any``; a dict, a tuple, a union; a named tuple of such; an
-        enumeration; an array, a text, a truth value, or a number, which must not be
-        negative if it is an integer.
+    :param hint: a dict, a tuple, an optional hint; a named tuple of such; an
+        enumeration; ``float``. Values of other types are returned unchanged.
     :param where: the place of the value, for the message.
-    :raises ValueError: for a value of another type, naming the place.
+    :raises ValueError: for the fields of another named tuple, as from another version,
+        naming the place.
     """
     origin, args = get_origin(hint), get_args(hint)
-    if hint is Any or (value is None and NoneType in args):
-        return value
     if origin in (Union, UnionType):
         (hint,) = set(args) - {NoneType}
-        return typed(value, hint, where)
-    if origin is dict and isinstance(value, dict):
+        return value if value is None else typed(value, hint, where)
+    if origin is dict:
         return {k: typed(v, args[1], f"{where}.{k}") for k, v in value.items()}
-    if origin is tuple and isinstance(value, list | tuple):
+    if origin is tuple:
         hints = [args[0]] * len(value) if args[-1] is Ellipsis else args
-        if len(hints) == len(value):
-            given = enumerate(zip(value, hints, strict=True))
-            return tuple(typed(v, h, f"{where}[{i}]") for i, (v, h) in given)
-    if hasattr(hint, "_fields") and isinstance(value, dict):
+        given = enumerate(zip(value, hints, strict=True))
+        return tuple(typed(v, h, f"{where}[{i}]") for i, (v, h) in given)
+    if hasattr(hint, "_fields"):
         fields = get_type_hints(hint)
         needed = fields.keys() - hint._field_defaults.keys()
-        if needed <= value.keys() <= fields.keys():
-            made = {k: typed(v, fields[k], f"{where}.{k}") for k, v in value.items()}
-            return hint(**made)
-    if isinstance(hint, type) and _is_one(value, hint):
-        return hint(value) if issubclass(hint, Enum | float) else value
-    shown = getattr(hint, "__name__", hint) if origin is None else hint
-    raise ValueError(f"{where} is {str(value)[:40]!r} where {shown} is expected")
-
-
-def _is_one(value: Any, kind: type) -> bool:
-    if issubclass(kind, Enum):
-        return any(value == one.value for one in kind)
-    if kind is int:
-        return type(value) is int and value >= 0
-    if kind is float:
-        return type(value) in (int, float)
-    return isinstance(value, Array) if kind is Array else type(value) is kind
+        if not needed <= value.keys() <= fields.keys():
+            raise ValueError(f"{where} has {[*value]} where {[*fields]} are expected")
+        made = {k: typed(v, fields[k], f"{where}.{k}") for k, v in value.items()}
+        return hint(**made)
+    converts = isinstance(hint, type) and issubclass(hint, Enum | float)
+    return hint(value) if converts else value
