@@ -165,7 +165,7 @@ NUMBER = "size of plate 'data' must be "
             for rows, labels in ((16, 20), (20, 16), (1, 16), (16, 1))
             for size in (rows, labels)
         ),
-        ((X, np.int32(1)), {"size": 16}, r"have shapes \[\(16, 2\), \(\), \(4, 2\)"),
+        ((X, np.int32(1)), {"size": 16}, r"X: .*\[16, 2\], y: int32\[\], inducing"),
         ((X, Y), {"size": 16, "batch": -5}, f"sub.*{NUMBER}a whole .* >= 1, got -5"),
         ((X, Y), {"size": 16, "batch": 0}, f"subsample_{NUMBER}"),
         ((X, Y), {"size": 16, "batch": 2.5}, f"subsample_{NUMBER}"),
@@ -176,7 +176,7 @@ NUMBER = "size of plate 'data' must be "
     ],
 )
 def test_a_plate_that_does_not_fit_its_data(data, how, message) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((IndexError, ValueError), match=message):
         init(plated, *data, **how)
 
 
@@ -191,7 +191,7 @@ def rows_passed_in(X, y=None, *, inducing, size, batch=None):
     [
         # All rows would be broadcast into it, and count ``size`` times.
         *((size, b, ONE_ROW) for size, b in ((1, None), (16, 1), (400, 1))),
-        (25, None, r"a plate .* have shapes \[\(16, 2\), \(16,\)"),
+        (25, None, r"X: .*\[16, 2\], y: .*\[16\].* a plate have another size"),
     ],
 )
 def test_a_plate_that_does_not_fit_rows_passed_in(size, batch, message) -> None:

@@ -30,6 +30,37 @@ def is_array(leaf: Any) -> bool:
     return isinstance(leaf, np.ndarray | np.generic | jax.Array)
 
 
+@contextmanager
+def explained() -> Iterator[None]:
+    """Explain errors about values that are traced, and about data frames."""
+    try:
+        yield
+    except jax.errors.TracerBoolConversionError as error:
+        raise TypeError(
+            "the model branches (if, while, and, or) on a latent or an array "
+            "argument, which are traced. Write jnp.where(condition, a, b), or pass "
+            "a flag as a plain bool by keyword. JAX says: "
+            + str(error).split("\n", 1)[0]
+        ) from error
+    except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
+        raise TypeError(
+            "the model computes a size (such as of a plate), or a NumPy array, "
+            "from latents or array arguments, which are traced. Call functions of "
+            "jax.numpy (jnp.exp, not np.exp). Bind an argument that is a size to "
+            "the model: functools.partial(model, mask=mask). Or pass sizes as "
+            "plain numbers by keyword, compute positions such as "
+            "np.nonzero(missing) outside of the model, and index arrays of "
+            "jax.numpy. JAX says: " + str(error).split("\n", 1)[0]
+        ) from error
+    except TypeError as error:
+        if "string indexing" not in str(error):
+            raise
+        raise TypeError(
+            f"{error}: a data frame is one array for the model. Pass its columns "
+            "as arguments, or a dict of them, {name: frame[name] for name in frame}"
+        ) from error
+
+
 class Added(NamedTuple):
     """Rows added to arguments, with weight zero in the likelihood.
 
@@ -74,50 +105,6 @@ class Arguments:
                 )
         given = cls(arrays, (treedef, static, None))
         return given.on(given.mesh)
-
-    @contextmanager
-    def explained(self) -> Iterator[None]:
-        """Explain errors about values that are traced, and about plates that do not
-        have the size of their data."""
-        try:
-            yield
-        except jax.errors.TracerBoolConversionError as error:
-            raise TypeError(
-                "the model branches (if, while, and, or) on a latent or an array "
-                "argument, which are traced. Write jnp.where(condition, a, b), or pass "
-                "a flag as a plain bool by keyword. JAX says: "
-                + str(error).split("\n", 1)[0]
-            ) from error
-        except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
-            raise TypeError(
-                "the model computes a size (such as of a plate), or a NumPy array, "
-                "from latents or array arguments, which are traced. Call functions of "
-                "jax.numpy (jnp.exp, not np.exp). Bind an argument that is a size to "
-                "the model: functools.partial(model, mask=mask). Or pass sizes as "
-                "plain numbers by keyword, compute positions such as "
-                "np.nonzero(missing) outside of the model, and index arrays of "
-                "jax.numpy. JAX says: " + str(error).split("\n", 1)[0]
-            ) from error
-        except TypeError as error:
-            if "string indexing" not in str(error):
-                raise
-            raise TypeError(
-                f"{error}: a data frame is one array for the model. Pass its columns "
-                "as arguments, or a dict of them, {name: frame[name] for name in frame}"
-            ) from error
-        except (IndexError, ValueError) as error:
-            cause = ""
-            if isinstance(error, ValueError):
-                if "Incompatible shapes for broadcasting" not in str(error):
-                    raise
-                cause = (
-                    "does a plate have another size than its data, or does a mask "
-                    "cover sites of other sizes? "
-                )
-            shapes = [x.shape for x in self.arrays]
-            raise ValueError(
-                f"{error}: {cause}Arguments of the model have shapes {shapes}"
-            ) from error
 
     def on(self, mesh: Mesh | None) -> Arguments:
         """Return the arguments with rows divided among devices and everything else

@@ -184,7 +184,7 @@ def run_model(
         policy = residual_policy(filled, "mean")
         try:
             trace: Trace = handlers.trace(policy).get_trace(*args, **kwargs)
-        except (AssertionError, TypeError, ValueError) as error:
+        except (AssertionError, IndexError, TypeError, ValueError) as error:
             if not getattr(error, "__notes__", ()):
                 error.add_note(_given(model, args, kwargs, error))
             raise
@@ -211,6 +211,8 @@ def _given(
         said += f"; their lengths are {sorted(rows)}"
     if "incompatible shapes for broadcasting" in str(error):
         said += ". Index latents of groups by the codes of rows, effect[group]"
+    if "Incompatible shapes for broadcasting" in str(error):
+        said += ". Does a plate have another size than its data, or a mask than sites?"
     if "ndexer must have integer" in str(error):
         said += "; codes that index are whole numbers: pass codes.astype(int)"
     if "must have unique names" in str(error):
