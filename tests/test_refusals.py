@@ -163,7 +163,7 @@ def test_lists_and_frames() -> None:
     def of_columns(frame, y=None, *, inducing):
         classifier(frame["a"][:, None], y, inducing=inducing)
 
-    with pytest.raises(TypeError, match="'a'.*Pass its columns"):
+    with pytest.raises(TypeError, match=r"'a'\n.*Pass its columns"):
         run(of_columns, frame, y, inducing=X[:5, :1])
     # Kernels of NumPyro's MCMC accept only arrays.
     kernel, coded = gpaug.AugmentedGaussian(classifier), pandas.Series(y)

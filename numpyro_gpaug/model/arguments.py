@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Number
@@ -28,37 +27,6 @@ Values = dict[str, Any]
 def is_array(leaf: Any) -> bool:
     """Whether an argument is traced; anything else is static."""
     return isinstance(leaf, np.ndarray | np.generic | jax.Array)
-
-
-@contextmanager
-def explained() -> Iterator[None]:
-    """Explain errors about values that are traced, and about data frames."""
-    try:
-        yield
-    except jax.errors.TracerBoolConversionError as error:
-        raise TypeError(
-            "the model branches (if, while, and, or) on a latent or an array "
-            "argument, which are traced. Write jnp.where(condition, a, b), or pass "
-            "a flag as a plain bool by keyword. JAX says: "
-            + str(error).split("\n", 1)[0]
-        ) from error
-    except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
-        raise TypeError(
-            "the model computes a size (such as of a plate), or a NumPy array, "
-            "from latents or array arguments, which are traced. Call functions of "
-            "jax.numpy (jnp.exp, not np.exp). Bind an argument that is a size to "
-            "the model: functools.partial(model, mask=mask). Or pass sizes as "
-            "plain numbers by keyword, compute positions such as "
-            "np.nonzero(missing) outside of the model, and index arrays of "
-            "jax.numpy. JAX says: " + str(error).split("\n", 1)[0]
-        ) from error
-    except TypeError as error:
-        if "string indexing" not in str(error):
-            raise
-        raise TypeError(
-            f"{error}: a data frame is one array for the model. Pass its columns "
-            "as arguments, or a dict of them, {name: frame[name] for name in frame}"
-        ) from error
 
 
 class Added(NamedTuple):

@@ -13,7 +13,7 @@ from numpyro import handlers
 
 from numpyro_gpaug.gp.conditional import Conditional
 from numpyro_gpaug.math.equations import walked
-from numpyro_gpaug.model.arguments import Arguments, explained
+from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.calls import check_count
 from numpyro_gpaug.model.jaxpr import COPIES, RESHAPES, called_jaxpr
 from numpyro_gpaug.model.structure import Plate, Trace
@@ -72,8 +72,7 @@ def trace_plates(run: Callable[[Any], Trace], arguments: Arguments) -> dict[str,
         called = [f for f in processes if isinstance(f, Conditional)]
         return values, [(f.X, f.inducing) for f in called]
 
-    with explained():
-        jaxpr = jax.make_jaxpr(indices)(arguments.arrays).jaxpr
+    jaxpr = jax.make_jaxpr(indices)(arguments.arrays).jaxpr
     # A dict is flattened in the order of its names. The inputs of processes follow.
     reading = _Reading(jaxpr, {k: plates[k].size for k in sorted(plates)})
     reading.check_rows()

@@ -13,7 +13,7 @@ from jax import random
 from numpyro_gpaug.gp.conditional import Conditional
 from numpyro_gpaug.likelihoods.expectations import base_distribution
 from numpyro_gpaug.math.equations import walked
-from numpyro_gpaug.model.arguments import Arguments, explained
+from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.columns import argument_names
 from numpyro_gpaug.model.jaxpr import (
     ALONG,
@@ -84,9 +84,8 @@ def sources(
             [[f.X for f in processes], others],
         )
 
-    with explained():
-        named, inputs = by_place(parts, arguments)
-        closed, treedef = jaxpr_and_tree(named, inputs)
+    named, inputs = by_place(parts, arguments)
+    closed, treedef = jaxpr_and_tree(named, inputs)
     observed, inducing, terms, seen = dependences(closed, treedef, inputs)
     *_, pooled = jax.tree.unflatten(
         treedef, [Leaf(x) for x in pooled_inputs(closed, list(inputs), arguments)]

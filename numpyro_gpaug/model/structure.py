@@ -185,7 +185,7 @@ def run_model(
         try:
             trace: Trace = handlers.trace(policy).get_trace(*args, **kwargs)
         except (AssertionError, IndexError, TypeError, ValueError) as error:
-            if not getattr(error, "__notes__", ()):
+            if not any(x.startswith(_GIVEN) for x in getattr(error, "__notes__", ())):
                 error.add_note(_given(model, args, kwargs, error))
             raise
     for site in trace.values():
@@ -193,6 +193,9 @@ def run_model(
         if not is_traced(scale) and np.ndim(scale) == 0 and scale == 1:
             site["scale"] = None
     return trace
+
+
+_GIVEN = "The model was given the arrays "
 
 
 def _given(
@@ -205,7 +208,7 @@ def _given(
     named = by_name(model, args) | kwargs
     arrays = {k: x for k, x in named.items() if is_array(x)}
     shapes = [f"{k}: {x.dtype}{list(x.shape)}" for k, x in arrays.items()]
-    said = f"The model was given the arrays {', '.join(shapes)}"
+    said = f"{_GIVEN}{', '.join(shapes)}"
     rows = {len(x) for x in arrays.values() if x.ndim}
     if len(rows) > 1:
         said += f"; their lengths are {sorted(rows)}"
@@ -217,6 +220,26 @@ def _given(
         said += "; codes that index are whole numbers: pass codes.astype(int)"
     if "must have unique names" in str(error):
         said += ". Call a process once, f = gp(X) at all inputs, and index f[a], f[b]"
+    if "string indexing" in str(error):
+        said += (
+            ". A data frame is one array for the model. Pass its columns as arguments, "
+            "or a dict of them, {name: frame[name] for name in frame}"
+        )
+    if isinstance(error, jax.errors.TracerBoolConversionError):
+        said += (
+            ". The model branches (if, while, and, or) on a latent or an array "
+            "argument, which are traced. Write jnp.where(condition, a, b), or pass a "
+            "flag as a plain bool by keyword"
+        )
+    elif isinstance(error, jax.errors.JAXTypeError | jax.errors.JAXIndexError):
+        said += (
+            ". The model computes a size (such as of a plate), or a NumPy array, from "
+            "latents or array arguments, which are traced. Call functions of jax.numpy "
+            "(jnp.exp, not np.exp). Bind an argument that is a size to the model: "
+            "functools.partial(model, mask=mask). Or pass sizes as plain numbers by "
+            "keyword, compute positions such as np.nonzero(missing) outside of the "
+            "model, and index arrays of jax.numpy"
+        )
     return said
 
 
