@@ -72,6 +72,22 @@ def test_labels_of_the_stock_route() -> None:
         svi.init(KEY, X, 2 * y - 1, inducing=X[:5])
 
 
+def test_codes_of_censoring() -> None:
+    def model(status, time, events=None):
+        level = numpyro.sample("level", dist.Normal(0, 1))
+        flag = status if events is None else status == events
+        with numpyro.plate("data", len(time)):
+            duration = dist.Weibull(jnp.exp(level), 1.0)
+            fn = dist.RightCensoredDistribution(duration, flag)
+            numpyro.sample("time", fn, obs=time)
+
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
+    status = np.array([1, 2, 2, 1])
+    with pytest.raises(ValueError, match=r"'censored' .* \[1 2\], of which all but 0"):
+        svi.init(KEY, status, jnp.ones(4))
+    svi.init(KEY, status, jnp.ones(4), 1)
+
+
 def test_one_distribution_of_many_data() -> None:
     def model(y):
         numpyro.sample(

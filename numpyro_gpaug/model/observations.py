@@ -20,7 +20,8 @@ from numpyro_gpaug.distributions.linked import Linked
 from numpyro_gpaug.likelihoods.expectations import base_distribution
 from numpyro_gpaug.math.arrays import is_traced
 from numpyro_gpaug.math.compiling import ahead
-from numpyro_gpaug.math.sharding import of_this_process
+from numpyro_gpaug.math.equations import walked
+from numpyro_gpaug.math.sharding import of_this_process, total
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.gaussians import at_prior_means
 from numpyro_gpaug.model.latents import Structure
@@ -197,6 +198,53 @@ def check_observations(
             with numpyro.validation_enabled(is_validate=False):
                 message = run(arguments)[name]
             raise invalid_error(name, parameter, message)
+    check_flags(run, arguments, names)
+
+
+# Operations that copy numbers or change their dtype.
+_MOVES = {"copy", "convert_element_type", "reshape", "broadcast_in_dim", "gather"}
+
+
+def check_flags(
+    run: Callable[[Arguments], Trace],
+    arguments: Arguments,
+    parameters: Iterable[tuple[str, str]],
+) -> None:
+    """Raise for indicators of censoring that are passed as other numbers than 0 and 1:
+    NumPyro makes them booleans, so that both of R's codes 1 and 2 are true.
+
+    :param run: returns a trace of the model at arguments.
+    :param arguments: its arguments.
+    :param parameters: sites and parameters of their likelihoods.
+    :raises ValueError: for such numbers; it names the site.
+    """
+    names = [x for x in parameters if x[1].endswith("censored")]
+    if not names or is_traced(arguments):
+        return
+
+    def flags(arguments: Arguments) -> list[Any]:
+        trace = run(arguments)
+        return [getattr(base_distribution(trace[k]["fn"]), x) for k, x in names]
+
+    closed, given = jax.make_jaxpr(flags)(arguments), jax.tree.leaves(arguments)
+
+    def after(eqn: Any, operands: list[Any]) -> list[Any]:
+        kept = operands[0] if eqn.primitive.name in _MOVES else None
+        return [kept] * len(eqn.outvars)
+
+    found = walked(closed.jaxpr, given, lambda x: None, after, closed.consts)
+    for (name, parameter), passed in zip(names, found, strict=True):
+        if passed is not None and total(_is_code, passed):
+            codes = np.unique(of_this_process(passed))[:5]
+            raise ValueError(
+                f"site {name!r}: {parameter!r} is computed from numbers {codes}, of "
+                "which all but 0 count as true. Pass booleans, such as status == 1 of "
+                "R's codes, 1 for censored and 2 for an event"
+            )
+
+
+def _is_code(x: Any) -> Any:
+    return (x != 0) & (x != 1)
 
 
 def check_constants(trace: Trace) -> None:

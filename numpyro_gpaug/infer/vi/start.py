@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -35,6 +36,7 @@ from numpyro_gpaug.model.joint import Codes
 from numpyro_gpaug.model.latents import Structure
 from numpyro_gpaug.model.observations import (
     at_prior,
+    check_flags,
     invalid_error,
     valid_observations,
 )
@@ -140,6 +142,7 @@ def check_start(
             with numpyro.validation_enabled(False):
                 trace = at_prior(model, structure, arguments, {**params, **given})
             raise invalid_error(name, parameter, trace[name])
+    check_flags(partial(at_prior, model, structure), arguments, valid)
     own = guide.own_params()
     if unknown := set(given) - set(params) - set(own):
         points = {k: f"{k}_auto_loc" for k in sorted(unknown)}
