@@ -10,6 +10,8 @@ import pytest
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.predict import calls
+from numpyro_gpaug.predict.added_rows import without_added
+from numpyro_gpaug.predict.mixture import WithoutData
 from tests.conftest import compilations
 from tests.problems import moved, unfitted
 
@@ -195,6 +197,15 @@ def test_no_rows_are_added_where_they_could_change_a_prediction(model) -> None:
         x = X[:num] - X[:num].mean(0) if model is centred else X[:num]
         close(posterior.predict_y(X[:num], GROUP[:num]).mean, x @ b)
     assert compilations("_answer") - before == 3
+
+
+def test_data_left_out_of_a_mixture_are_cut_too() -> None:
+    many, few = (
+        WithoutData(dist.Normal(jnp.zeros(n), 1.0), jnp.zeros(n)) for n in (8, 5)
+    )
+    cut = without_added(many, few, 6)
+    assert isinstance(cut, WithoutData)
+    assert cut.distribution.batch_shape == cut.worth.shape == (6,)
 
 
 def test_an_error_has_the_numbers_of_the_arguments() -> None:

@@ -28,15 +28,14 @@ def without_added(found: Any, few: Any, num: int) -> Any:
     :param num: how many rows to keep.
     :raises TypeError: for a distribution with attributes that differ otherwise.
     """
-    if isinstance(found, FunctionValues):
-        mean = _of_array(found.mean, few.mean.shape, num)
+    if isinstance(found, FunctionValues) and found.mean.ndim != 1:
         whole, covariance = found
-        if covariance.shape == (whole.size, whole.size) and whole.ndim != 1:
+        if covariance.shape == (whole.size, whole.size):
             # Entries of a table are counted row by row.
+            mean = _of_array(whole, few.mean.shape, num)
             table = np.asarray(covariance).reshape(2 * whole.shape)
             kept = _of_array(table, 2 * few.mean.shape, num)
             return FunctionValues(mean, kept.reshape(mean.size, mean.size))
-        return FunctionValues(mean, _of_array(covariance, few.variance.shape, num))
     if isinstance(found, Distribution):
         cut, others = copy.copy(found), vars(few)
         for name, value in vars(found).items():
@@ -44,7 +43,8 @@ def without_added(found: Any, few: Any, num: int) -> Any:
         return cut
     if isinstance(found, tuple | list):
         pairs = zip(found, few, strict=True)
-        return type(found)(without_added(a, b, num) for a, b in pairs)
+        kept = [without_added(a, b, num) for a, b in pairs]
+        return found._make(kept) if hasattr(found, "_make") else type(found)(kept)
     if isinstance(found, dict):
         return type(found)((k, without_added(x, few[k], num)) for k, x in found.items())
     if isinstance(found, jax.tree_util.PyTreeDef):
