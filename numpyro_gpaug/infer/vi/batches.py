@@ -164,24 +164,12 @@ class ArrowRows:
         :raises ValueError: for missing values of integers; missing floats are NaN.
         """
         table = self._blocks[block].to_table(columns=self._names, schema=self._schema)
-        dtypes = {name: _dtype(table[name], name) for name in self._names}
+        known = {name: _numbers(table[name], name) for name in self._names}
         found = {}
         for name, columns in self._columns.items():
-            of_all = np.result_type(*(dtypes[column] for column in columns))
-            dtype = jax.dtypes.canonicalize_dtype(of_all)
-            width = () if name in self._flat else (len(columns),)
-            found[name] = np.empty((len(table), *width), dtype)
-        start = 0
-        # Combining the chunks of whole columns would copy them once more.
-        for part in table.to_batches():
-            end = start + len(part)
-            for name, columns in self._columns.items():
-                np.stack(
-                    [part.column(x).to_numpy(zero_copy_only=False) for x in columns],
-                    axis=1, out=found[name][start:end].reshape(-1, len(columns)),
-                )  # fmt: skip
-            start = end
-        return found
+            arrays = [known[column] for column in columns]
+            found[name] = arrays[0] if name in self._flat else np.stack(arrays, 1)
+        return _plain(found)
 
 
 def _split(fragment: Any) -> list[tuple[Any, int]]:
@@ -196,14 +184,14 @@ def _split(fragment: Any) -> list[tuple[Any, int]]:
     ]
 
 
-def _dtype(column: Any, name: str) -> np.dtype:
+def _numbers(column: Any, name: str) -> np.ndarray:
     from pyarrow import types
 
     if column.null_count and not types.is_floating(column.type):
         raise ValueError(
             f"column {name!r}, {column.type}, has {column.null_count} missing values"
         )
-    return column.slice(0, 0).to_numpy().dtype
+    return column.to_numpy()
 
 
 # Rows that are in memory and shuffled at a time.
