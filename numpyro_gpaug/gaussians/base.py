@@ -328,19 +328,28 @@ def rebased(prior: GaussianPrior, natural: Any) -> Any:
     return natural if own is None else own(natural)
 
 
-def times(prior: GaussianPrior, information: Any, mean: Array | None = None) -> Any:
+def centre_of(prior: GaussianPrior, q: Any) -> Array:
+    """Return the means of moments, as a centre of natural parameters. If the means do
+    not have enough digits, the prior has a method ``centre``, and a centre is given by
+    other numbers."""
+    own = getattr(prior, "centre", None)
+    found: Array = q.mean if own is None else own(q)
+    return found
+
+
+def times(prior: GaussianPrior, information: Any, centre: Array | None = None) -> Any:
     """Return the natural parameters of a prior times information.
 
     :param prior: the prior; of mean zero if its natural parameters have a centre.
-    :param information: natural parameters of deviations from ``mean``.
-    :param mean: latents, (latents, M); ``None`` for zero.
+    :param information: natural parameters of deviations from the centre.
+    :param centre: see :func:`centre_of`, (latents, M); ``None`` for zero.
     """
     information = with_centre(prior, information)
-    if mean is None:
+    if centre is None:
         return jax.tree.map(jnp.add, prior.natural, information)
     if not hasattr(information, "centre"):
-        return jax.tree.map(jnp.add, prior.natural, information.moved(mean))
-    return jax.tree.map(jnp.add, natural_at(prior, mean), information)
+        return jax.tree.map(jnp.add, prior.natural, information.moved(centre))
+    return jax.tree.map(jnp.add, natural_at(prior, centre), information)
 
 
 def natural_at(prior: GaussianPrior, centre: Array) -> Any:
@@ -348,7 +357,7 @@ def natural_at(prior: GaussianPrior, centre: Array) -> Any:
     not accurate has a method of this name.
 
     :param prior: a prior of mean zero.
-    :param centre: latents, (1, M).
+    :param centre: see :func:`centre_of`, (1, M).
     """
     if (own := getattr(prior, "natural_at", None)) is not None:
         return own(centre)

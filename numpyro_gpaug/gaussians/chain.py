@@ -59,6 +59,7 @@ from numpyro_gpaug.math.recurrences import (
     filtered,
     followed,
     linear,
+    linked_along,
     noise_of,
     split,
     step_after,
@@ -261,15 +262,16 @@ class ChainNatural(NamedTuple):
     has links of zero.
 
     :param potential: of deviations from the centre, (1, G R + K). If the noise of steps
-        has covariances of its own, that of steps is the data's alone: the pull of the
-        prior is a small difference of large numbers.
+        has covariances of its own, that of steps is the data's alone.
     :param groups: W, the additional precision of each step, (1, G, R, R).
     :param border: B, (1, G, R, K).
     :param corner: the corner of the precision, (1, K, K).
     :param links: A, the transition matrices to each step, (1, chains, steps, R, R);
         zero at a chain's start. Whiteners of the noise and units may follow, as in
         :func:`~numpyro_gpaug.math.recurrences.split`.
-    :param centre: (1, G R + K).
+    :param centre: (1, G R + K). If the noise of steps has covariances of its own, it is
+        given by the standard normal numbers behind the steps: the steps do not have
+        enough digits to find these.
     """
 
     potential: Array
@@ -302,7 +304,7 @@ class ChainNatural(NamedTuple):
         centre, others = layout.split(self.centre)
         if whitener is not None:
             # Steps are accurate where their deviations from the centre are not.
-            own += small.product(self.groups, centre[..., None])[..., 0]
+            own += jnp.matvec(self.groups, layout.split(self.origin)[0])
             centre = jnp.zeros_like(centre)
         columns = jnp.concatenate([own[0][..., None], self.border[0]], -1)
         columns = _ahead(gain, columns.reshape(*along, -1))
@@ -360,8 +362,7 @@ class ChainNatural(NamedTuple):
         corner -= linalg.sum_of_products(own.reshape(-1, 1), steps)
         if whitener is not None:
             # The pull of the prior on the steps.
-            centre, _ = self.layout.split(self.centre)
-            white = white_along(self.links[0], centre.reshape(*links.shape[:3], 1))
+            white, _ = self.layout.split(self.centre)
             corner += linalg.sum_of_products(white.reshape(-1, 1), noise)
         return self.corner[0] + (total + total.T) / 2, corner
 
@@ -371,15 +372,24 @@ class ChainNatural(NamedTuple):
         :meth:`~numpyro_gpaug.gaussians.dense.NaturalGaussian.moved`."""
         return self._replace(centre=self.centre + z)
 
-    def centred(self, mean: Array) -> ChainNatural:
+    @property
+    def origin(self) -> Array:
+        """The latents at the centre, (1, G R + K)."""
+        if split(self.links)[1] is None:
+            return self.centre
+        white, corner = self.layout.split(self.centre)
+        links = self.links[0]
+        steps = linked_along(links, white.reshape(*links.shape[:3], 1))
+        return self.layout.joined(steps.reshape(white.shape), corner)
+
+    def centred(self, centre: Array) -> ChainNatural:
         """Return the same with its centre at its means."""
-        potential = jnp.zeros_like(mean)
-        if split(self.links)[1] is not None:
-            # The data's potential of the steps balances the pull of the prior.
-            own = self.potential - self.times(mean - self.centre)
-            parts = self.layout.split(own)[0], self.layout.split(potential)[1]
-            potential = self.layout.joined(*parts)
-        return self._replace(potential=potential, centre=mean)
+        found = self._replace(potential=jnp.zeros_like(centre), centre=centre)
+        if split(self.links)[1] is None:
+            return found
+        # The potentials of steps and of others have the same rounding errors.
+        moved = found.origin - self.origin
+        return found._replace(potential=self.potential - self.times(moved))
 
     def times(self, z: Array) -> Array:
         """Return the product of the precision, without links, with latents."""
@@ -433,11 +443,12 @@ class ChainPrior:
         return standard._replace(links=self.links[None])
 
     def natural_at(self, centre: Array) -> ChainNatural:
-        """Return the natural parameters with a centre."""
-        pull = self.pull(centre)
+        """Return the natural parameters with a centre, as :class:`ChainNatural` has."""
+        steps, corner = self.structure.layout.split(centre)
         if self.structure.correlated:
-            steps, corner = self.structure.layout.split(pull)
             pull = self.structure.layout.joined(jnp.zeros_like(steps), corner)
+        else:
+            pull = self.pull(centre)
         return self.natural._replace(potential=-pull, centre=centre)
 
     def rebased(self, q: ChainNatural) -> ChainNatural:
@@ -454,13 +465,15 @@ class ChainPrior:
         ratio = jnp.where(before > 0, own / jnp.where(before > 0, before, 1), 1)
         ratio = ratio.reshape(1, layout.groups, layout.each)
         steps, corner = layout.split(q.potential)
-        centre, rest = layout.split(q.centre)
-        return ChainNatural(
+        known, rest = layout.split(q.origin)
+        found = ChainNatural(
             layout.joined(ratio * steps, corner),
             ratio[..., :, None] * q.groups * ratio[..., None, :],
-            ratio[..., None] * q.border, q.corner, links,
-            layout.joined(centre / ratio, rest),
+            ratio[..., None] * q.border, q.corner, links, q.centre,
         )  # fmt: skip
+        # The standard normal numbers of the centre stay, and its latents move.
+        moved = found.origin - layout.joined(known / ratio, rest)
+        return found._replace(potential=found.potential - found.times(moved))
 
     def divergence(self, q: ChainMoments) -> Array:
         """Return KL(q || prior), (1,), as a sum over steps. Each term is as small as
@@ -529,13 +542,13 @@ class ChainPrior:
         white = _noise(links, whitener, self._lost(q), along, alone)
         return jnp.concatenate([white.reshape(-1, len(noise)), corner]).T
 
-    def white_mean(self, q: ChainMoments) -> Array:
-        """Return the standard normal numbers behind the means, (1, G R + K), if the
-        noise of steps has covariances of its own. They are computed without the small
-        difference between a step and its prediction from the step before."""
+    def centre(self, q: ChainMoments) -> Array:
+        """Return the means, (1, G R + K), as a centre of natural parameters. Standard
+        normal numbers are computed without the small difference between a step and its
+        prediction from the step before."""
         links, whitener = split(self.links)
-        assert q.kept is not None
-        assert whitener is not None
+        if q.kept is None or whitener is None:
+            return q.mean
         steps, corner = self.structure.layout.split(q.mean)
         along = steps[0].reshape(*links.shape[:3], 1)
         alone = q.kept[0][..., 2 * links.shape[-1] :][..., :1]

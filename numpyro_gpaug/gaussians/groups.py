@@ -238,7 +238,8 @@ class GroupNatural(NamedTuple):
         groups, corner = self.layout.split(z)
         own = jnp.einsum("zgrs,zgs->zgr", self.groups, groups)
         own = own + jnp.einsum("zgrk,zk->zgr", self.border, corner)
-        rest = jnp.einsum("zgrk,zgr->zk", self.border, groups)
+        border = self.border.reshape(groups.size, corner.size)
+        rest = linalg.sum_of_products(groups.reshape(-1, 1), border)
         return self.layout.joined(own, rest + jnp.matvec(self.corner, corner))
 
     @property

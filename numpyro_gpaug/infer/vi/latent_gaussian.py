@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, Self, cast
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from jax import Array, lax
 from numpyro_gpaug.gaussians.base import (
     GaussianPrior,
     Marginals,
+    centre_of,
     no_moments,
     rebased,
     scatter,
@@ -341,7 +342,8 @@ class LatentGaussian:
         at = evaluation.moments[name], evaluation.marginals[name], slopes
         q, at, slopes = selected(at, index)
         problem = self.of_latent(name, index)
-        return problem.aim(name, q.mean, at, slopes, least_precision)
+        centre = centre_of(self.priors[name], q)
+        return problem.aim(name, centre, at, slopes, least_precision)
 
     def targets(self, evaluation: Evaluation, augmented: Array | None) -> Natural:
         """Return the result of a whole step of all blocks.
@@ -447,8 +449,7 @@ class LatentGaussian:
     def place(self, name: str, evaluation: Evaluation) -> Place:
         """Return the point of a block, for :meth:`slopes_between`."""
         at, slopes = evaluation.marginals[name], evaluation.slopes[name]
-        q, prior = evaluation.moments[name], cast(Any, self.priors[name])
-        mean = prior.white_mean(q) if _is_correlated(prior) else q.mean
+        mean = centre_of(self.priors[name], evaluation.moments[name])
         return Place(mean, at.mean, slopes.mean)
 
     def slopes_between(
@@ -663,7 +664,7 @@ class LatentGaussian:
     def aim(
         self,
         name: str,
-        mean: Array,
+        centre: Array,
         at: Any,
         slopes: Any,
         least_precision: float = -jnp.inf,
@@ -671,14 +672,15 @@ class LatentGaussian:
         """Return the prior of a block times its Gaussian factors; parameters as for
         :meth:`information`.
 
-        :param mean: means of the block.
+        :param centre: the means of the block, see
+            :func:`~numpyro_gpaug.gaussians.base.centre_of`.
         """
         information = self.information(name, at, slopes, least_precision)
         prior, here = self.priors[name], self.latents.get(name)
         if here is None:
-            return times(prior, information, mean)
+            return times(prior, information, centre)
         indices, natural = jnp.asarray(here), prior.natural
-        information = information.moved(selected(mean, here))
+        information = information.moved(selected(centre, here))
         return jax.tree.map(lambda x, new: x.at[indices].add(new), natural, information)
 
     def information(

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from numpyro_gpaug.gaussians.base import GaussianFactors
+from numpyro_gpaug.gaussians.base import GaussianFactors, centre_of
 from numpyro_gpaug.gaussians.pairs import slope_changes
 from numpyro_gpaug.infer.vi.latent_gaussian import Evaluation, LatentGaussian, Natural
 
@@ -216,10 +216,15 @@ def solved(problem: LatentGaussian, natural: Natural) -> tuple[Natural, Evaluati
     :param natural: any natural parameters.
     """
     ((name, old),) = natural.items()
-    start = old.moments().mean if problem.correlated else problem.priors[name].loc
+    prior = problem.priors[name]
+    if problem.correlated:
+        q = old.moments()
+        start, centre = q.mean, centre_of(prior, q)
+    else:
+        start = centre = prior.loc
     at = problem._given(name, start)
     slopes = jax.grad(lambda at: problem.likelihood({name: at}))(at)
-    found = problem.aim(name, start, at, slopes)
+    found = problem.aim(name, centre, at, slopes)
     evaluation = problem.evaluate({name: found})
     for step in problem.corrections(evaluation).values():
         before = evaluation.moments[name].mean

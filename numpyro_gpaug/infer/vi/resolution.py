@@ -65,7 +65,8 @@ def _potential(natural: Any) -> Array:
     """Return potentials of latents, not of deviations from a centre, (..., M)."""
     if not hasattr(natural, "centre"):
         return natural.potential
-    return natural.potential + natural.times(natural.centre)
+    centre = getattr(natural, "origin", natural.centre)
+    return natural.potential + natural.times(centre)
 
 
 def _eps(natural: Any) -> float:
