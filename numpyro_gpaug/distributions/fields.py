@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 from jax import Array, random
-from jax.experimental.sparse import BCOO
 from jax.typing import ArrayLike
 from numpyro.distributions import constraints
 from numpyro.distributions.util import validate_sample
@@ -307,8 +306,6 @@ class GMRF(dist.Distribution):
         self, loc: ArrayLike, precision: Any, *, validate_args: bool | None = None
     ) -> None:
         terms = precision if isinstance(precision, list | tuple) else [(1.0, precision)]
-        if isinstance(precision, BCOO):
-            terms = [(1.0, precision)]
         self.pattern, self.values = sum_of_terms(terms, "precision")
         self.sums = sums_of_rows(terms)
         _refuse_free_levels(self.pattern, [matrix for _, matrix in terms])

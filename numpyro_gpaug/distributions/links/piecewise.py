@@ -306,10 +306,6 @@ class PiecewiseLink:
         """Return the heights; edges are static."""
         return ((jax.tree_util.GetAttrKey("heights"), self.heights),), self.edges
 
-    def tree_flatten(self) -> tuple[tuple[Array], tuple[float, ...]]:
-        """Return the heights; edges are static."""
-        return (self.heights,), self.edges
-
     @classmethod
     def tree_unflatten(
         cls, edges: tuple[float, ...], leaves: tuple[Any]
