@@ -38,13 +38,13 @@ from jax import Array, lax
 from jax.scipy.special import logsumexp, ndtr
 from scipy.special import log_expit
 from scipy.special import ndtr as ndtr_numpy
-from threadpoolctl import threadpool_limits
 
 from numpyro_gpaug.math import normal
 from numpyro_gpaug.math.arrays import floating
 from numpyro_gpaug.math.blocks import cut_rows, over_blocks, rows_of_blocks
 from numpyro_gpaug.math.gumbel import expected_log_sum_exp
 from numpyro_gpaug.math.sharding import shards
+from numpyro_gpaug.math.threads import threads_for
 
 # The standard deviation up to which log S stays in the range of the lattice, if the
 # mean is at least four of them below zero; and the value of -s at which the lattice of
@@ -146,7 +146,7 @@ def _lattice(link: Link, dtype: str, num_classes: int) -> _Lattice:
     rests = [fn(x(f)) - p * steps for fn, p in zip(functions, plateaus, strict=True)]
     # With one thread, because threads of BLAS would wait for each other longer than
     # they work.
-    with threadpool_limits(1, user_api="blas"):
+    with threads_for(1):
         both = np.linalg.lstsq(densities, np.hstack(rests), rcond=1e-14)[0]
     return _Lattice(
         points, rule.width, link.step, s, rule.outer_spacing, np.exp(-np.exp(s)),
