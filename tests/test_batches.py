@@ -286,10 +286,10 @@ def test_any_loader(data, svi):
 
 
 def test_latents_of_rows_are_refused() -> None:
-    def steps(t, y=None, *, inducing=None):
+    def steps(t, y=None, *, inducing=None, total=None):
         kernel = gpaug.kernels.Matern32(1.0)
         f = gpaug.GaussianProcess("f", kernel, inducing, markov=True)(t)
-        with numpyro.plate("data", len(t)):
+        with numpyro.plate("data", total or len(t), subsample_size=len(t)):
             numpyro.sample("y", dist.Normal(f, 1.0), obs=y)
 
     t = np.linspace(0, 1, 20, dtype="float32")
@@ -297,6 +297,8 @@ def test_latents_of_rows_are_refused() -> None:
     for source in (gpaug.Batches, gpaug.Blocks):
         with pytest.raises(ValueError, match="'f.v' has shapes .* belong to rows"):
             svi.run(KEY, 1, source((t, t), 10), **QUIET)
+    with pytest.raises(ValueError, match="belong to rows"):
+        svi.init(KEY, t[:10], t[:10], total=20)
     svi.run(KEY, 1, gpaug.Blocks((t, t), 10), inducing=t[::2], **QUIET)
 
 

@@ -73,16 +73,34 @@ def check_fit(
     return arguments
 
 
-def check_batches(model: Model, given: RunArguments) -> None:
+def check_batches(
+    model: Model, structure: Structure, given: RunArguments, arguments: Arguments
+) -> None:
     """Raise for a model whose latents belong to rows, given batches or blocks of rows:
     all of these would share the latents of the first.
 
     :param model: the model.
-    :param given: the arguments of a run, with batches.
+    :param structure: its structure.
+    :param given: the arguments of a run.
+    :param arguments: the model's arguments, perhaps with a batch.
     :raises ValueError: for such a model; it names the site.
     """
+    num = arguments.num_rows
+    drawn = any(p.size != p.subsample_size == num for p in structure.plates.values())
+    if given.batches is None and not drawn:
+        return
 
-    def shapes(batch: Any) -> dict[str, list[tuple[int, ...]]]:
+    def half(x: Any) -> Any:
+        return x[: -(-len(x) // 2)]
+
+    if given.batches is not None:
+        args, kwargs = given.at(jax.tree.map(half, given.batches.first))
+    else:  # inducing inputs, which are passed by name, may be as many as the rows
+        rows = (half(x) if np.shape(x)[:1] == (num,) else x for x in given.args)
+        args, kwargs = tuple(rows), given.kwargs
+    fewer = Arguments.split(args, kwargs)
+
+    def shapes(arguments: Arguments) -> dict[str, list[tuple[int, ...]]]:
         found: dict[str, list[tuple[int, ...]]] = {}
 
         def visit(arguments: Arguments) -> None:
@@ -92,17 +110,16 @@ def check_batches(model: Model, given: RunArguments) -> None:
                 if drawn or site["type"] == "param":
                     found[name] = list(map(jnp.shape, jax.tree.leaves(site["value"])))
 
-        jax.eval_shape(visit, Arguments.split(*given.at(batch)))
+        jax.eval_shape(visit, arguments)
         return found
 
-    first: Any = given.batches.first  # type: ignore[union-attr]
-    whole = shapes(first)
+    whole = shapes(arguments)
     try:
-        half = shapes(jax.tree.map(lambda x: x[: -(-len(x) // 2)], first))
+        others = shapes(fewer)
     except (TypeError, ValueError, IndexError):
         return  # the model is for batches of this size
     for name, here in whole.items():
-        if (there := half.get(name, here)) != here:
+        if (there := others.get(name, here)) != here:
             raise ValueError(
                 f"site {name!r} has shapes {here}, and {there} for half of the rows of "
                 "a batch: its latents belong to rows, and a batch contains only some "

@@ -219,8 +219,7 @@ class Programs:
             begins=begins and given.batch is None, arguments=arguments,
         )  # fmt: skip
         check_gaussian(self._guide.structure)
-        if given.batches is not None:
-            check_batches(self._model, given)
+        check_batches(self._model, self._guide.structure_at(found), given, found)
         self.keep_up()
         return found
 
