@@ -138,8 +138,8 @@ def sum_of_products(left: Array, right: Array) -> Array:
     many roundings as there are rows.
     """
     number, width = left.shape[-2:]
-    # Smaller products of wide rows would take longer.
-    size = _BLOCK if width <= 4 else 4 * max(_BLOCK, width)
+    # Blocks are larger where the sum of many wide products would take longer.
+    size = _BLOCK if width <= 4 else 2 * _BLOCK if width <= 64 else 4 * width
     # With several devices, blocks would move rows from one to another.
     if number <= max(size, _FEW) or shards() > 1:
         return left.mT @ right
