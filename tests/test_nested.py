@@ -356,6 +356,25 @@ def flat(group, y=None, *, width=None):
         numpyro.sample("y", dist.Normal(level + effect[group], 0.5), obs=y)
 
 
+def test_units_of_responses_do_not_matter():
+    """A start as if predictors were known to a unit would be far too narrow."""
+
+    def model(group, unit, y=None):
+        level = numpyro.sample("level", dist.Normal(0, unit))
+        tau = numpyro.sample("tau", dist.HalfNormal(unit))
+        with numpyro.plate("groups", G):
+            a = numpyro.sample("a", dist.Normal(0, tau))
+        with numpyro.plate("data", len(group)):
+            numpyro.sample("y", dist.Normal(level + a[group], unit / 2), obs=y)
+
+    found = {
+        unit: nested(model, GROUP, unit, np.float32(unit * REAL), num_points=64)
+        for unit in (1.0, 1e5)
+    }
+    evidence = {k: x.get_extra_fields()["log_evidence"] for k, x in found.items()}
+    np.testing.assert_allclose(evidence[1e5] + N * np.log(1e5), evidence[1.0], atol=0.1)
+
+
 @pytest.mark.slow
 def test_a_flat_prior_is_the_limit_of_wide_ones():
     improper = nested(flat, GROUP, REAL)

@@ -143,16 +143,15 @@ class CollapsedBound:
     def _start(self, problem: LatentGaussian, start: Start | None) -> Any:
         """Return the factors from which a search starts."""
         map_: Any = problem.maps[JOINT]
-        if problem.solves and not isinstance(map_, PairedMap):
-            first: Any = by_rows(problem, JOINT)
-        else:
-            first = _first_factors(map_)
+
+        def first() -> Any:
+            if isinstance(map_, PairedMap):
+                return _first_factors(map_)
+            return by_rows(problem, JOINT)
+
         if start is None:
-            return first
-        return jax.tree.map(
-            lambda new, known: jnp.where(start.known, known, new),
-            first, start.factors,
-        )  # fmt: skip
+            return first()
+        return jax.lax.cond(start.known, lambda: start.factors, first)
 
     def settle(
         self,

@@ -325,8 +325,14 @@ class Programs:
         :param point: unconstrained hyperparameters, (d,).
         :param data: the model's arguments.
         """
-        values, _ = self.hyper.values(jnp.asarray(point, self.hyper.dtype), data)
-        return self.bound.first(self.bound.problem(values, data, learns=False))
+
+        # Of a program, because distributions with concrete parameters refuse NaN.
+        @jit
+        def first(point: Array, data: Arguments) -> Any:
+            values, _ = self.hyper.values(point, data)
+            return self.bound.first(self.bound.problem(values, data, learns=False))
+
+        return first(jnp.asarray(point, self.hyper.dtype), data)
 
     def trace(self, point: np.ndarray, data: Arguments) -> Trace:
         """Run the model at unconstrained hyperparameters, with its other latents drawn

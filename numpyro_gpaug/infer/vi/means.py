@@ -32,9 +32,10 @@ PATIENCE = 4
 # The search ends when the means promise less than this part of what the covariance
 # promises.
 SHARE = 0.01
-# The number of updates of predictors as if they were independent, and the largest move
-# in one of them, in standard deviations of the prior.
-ALONE, FAR = 12, 1.5
+# The largest number of updates of predictors as if they were independent, the largest
+# move in one of them, in standard deviations of the prior, and the largest one that
+# ends them, in standard deviations.
+ALONE, FAR, NEAR = 12, 1.5, 0.2
 
 
 class _Point(NamedTuple):
@@ -278,19 +279,26 @@ def by_rows(problem: LatentGaussian, name: str) -> GaussianFactors:
         at[name] = at[name]._replace(mean=mean, variance=map_.residual + variance)
         return jax.grad(lambda at: problem.likelihood(at))(at)[name]
 
-    def update(_: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        mean, variance = carry
-        slopes = slopes_at(mean, variance)
+    def update(carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        number, mean, before, _ = carry
+        slopes = slopes_at(mean, before)
         variance = 1 / (1 + jnp.maximum(-2 * slopes.variance, 0))
         step = variance * (slopes.mean - (mean - map_.offset))
-        moved = mean + jnp.clip(step, -FAR, FAR)
-        good = jnp.isfinite(moved) & jnp.isfinite(variance)
-        return jnp.where(good, moved, mean), jnp.where(good, variance, carry[1])
+        step = jnp.clip(step, -FAR, FAR)
+        good = jnp.isfinite(step) & jnp.isfinite(variance)
+        step, variance = jnp.where(good, step, 0), jnp.where(good, variance, before)
+        largest = jnp.max(jnp.square(step) / variance, initial=0)
+        return number + 1, mean + step, variance, largest
 
-    start = map_.offset, jnp.ones_like(map_.offset)
-    mean, variance = lax.fori_loop(0, ALONE, update, start)
-    precision = 1 / variance - 1
+    def going(carry: tuple[Array, ...]) -> Array:
+        number, _, _, largest = carry
+        return (number < ALONE) & (largest > NEAR**2)
+
+    infinite = jnp.full((), jnp.inf, map_.offset.dtype)
+    start = jnp.int32(0), map_.offset, jnp.ones_like(map_.offset), infinite
+    _, mean, variance, _ = lax.while_loop(going, update, start)
     slopes = slopes_at(mean, variance)
+    precision = jnp.maximum(-2 * slopes.variance, 0)
     found = slopes.mean + precision * mean, precision
     good = jnp.isfinite(found[0]) & jnp.isfinite(precision)
     return GaussianFactors(
