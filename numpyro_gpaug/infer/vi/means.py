@@ -279,7 +279,7 @@ def by_rows(problem: LatentGaussian, name: str) -> GaussianFactors:
         at[name] = at[name]._replace(mean=mean, variance=map_.residual + variance)
         return jax.grad(lambda at: problem.likelihood(at))(at)[name]
 
-    def update(carry: tuple[Array, ...]) -> tuple[Array, ...]:
+    def update(carry: Any) -> Any:
         number, mean, before, _ = carry
         slopes = slopes_at(mean, before)
         variance = 1 / (1 + jnp.maximum(-2 * slopes.variance, 0))
@@ -290,7 +290,7 @@ def by_rows(problem: LatentGaussian, name: str) -> GaussianFactors:
         largest = jnp.max(jnp.square(step) / variance, initial=0)
         return number + 1, mean + step, variance, largest
 
-    def going(carry: tuple[Array, ...]) -> Array:
+    def going(carry: Any) -> Array:
         number, _, _, largest = carry
         return (number < ALONE) & (largest > NEAR**2)
 
