@@ -630,6 +630,19 @@ def test_codes_are_checked_however_they_index():
             posterior.predict_y(T[:1], np.array([bad]))
 
 
+def test_cut_points_beside_one_weight_are_a_point_and_labels_are_checked():
+    def ordinal(t, y=None):
+        gaps = numpyro.sample("gaps", dist.Normal(0, 1).expand([3]).to_event(1))
+        slope = numpyro.sample("slope", dist.Normal(0, 1))
+        cuts = jnp.cumsum(jnp.exp(gaps))
+        with numpyro.plate("data", N):
+            numpyro.sample("y", dist.OrderedLogistic(slope * t, cuts), obs=y)
+
+    assert structure_of(ordinal, T, CLASSES).structure.others == ("gaps",)
+    with pytest.raises(ValueError, match=r"'y'.* take values \[4\].*Labels are 0..3"):
+        structure_of(ordinal, T, CLASSES + 1)
+
+
 def test_sizes_from_arguments_and_masks_are_explained():
     def sized(group, y=None):
         with numpyro.plate("groups", int(group.max()) + 1):

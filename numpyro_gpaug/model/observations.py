@@ -4,7 +4,7 @@ are in the supports of their likelihoods."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -265,6 +265,24 @@ def check_constants(trace: Trace) -> None:
                 continue
             if not np.all(constraint(np.asarray(value))):
                 raise invalid_error(name, parameter, site)
+
+
+def wrong_labels(trace: Trace, observed: Iterable[str]) -> Iterator[ValueError]:
+    """Iterate over the errors for labels that no class has. They index the
+    probabilities of the classes, as codes of groups index effects.
+
+    :param trace: a trace of the model; traced or masked labels are not checked.
+    :param observed: names of the observed sites.
+    """
+    for name in observed:
+        fn, labels = trace[name]["fn"], trace[name]["value"]
+        base = base_distribution(fn)
+        classes = isinstance(base, CategoricalProbs | CategoricalLogits)
+        if not classes or isinstance(fn, dist.MaskedDistribution):
+            continue
+        known = not isinstance(labels, jax.core.Tracer)
+        if known and not np.all(base.support(of_this_process(labels))):
+            yield invalid_error(name, "", trace[name])
 
 
 def at_prior(

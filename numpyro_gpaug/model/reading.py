@@ -43,7 +43,7 @@ from numpyro_gpaug.model.jaxpr import (
 from numpyro_gpaug.model.joint import JointView
 from numpyro_gpaug.model.latents import GaussianSite, Grouping, Structure
 from numpyro_gpaug.model.links import refuse_reversed
-from numpyro_gpaug.model.observations import check_constants
+from numpyro_gpaug.model.observations import check_constants, wrong_labels
 from numpyro_gpaug.model.pitfalls import (
     refuse_drawn,
     refuse_moving_support,
@@ -96,11 +96,13 @@ class Reading:
         self.observed: Callable[[str], Observed] = cache(self._routed)
         shapes = {s.name: jax.ShapeDtypeStruct(s.shape, survey.dtype) for s in sites}
         self._processes = set(survey.functions)
+        wrong: list[ValueError] = []
 
         def parts(z: dict[str, Array]) -> Parts:
             seeded = whitened(survey.model, z, fields)
             trace = run_model(seeded, survey.arguments, jax.random.key(0), {})
             check_constants(trace)
+            wrong.extend(wrong_labels(trace, survey.observed))
             for name in survey.observed:
                 fn = trace[name]["fn"]
                 cls = self.classes[name] = type(base_distribution(fn))
@@ -109,6 +111,8 @@ class Reading:
             return parts_of(trace, tuple(z), tuple(survey.observed), fields)
 
         self.program = Program(parts, shapes | survey.functions)
+        for error in wrong:
+            raise error
         self.parts: Parts = self.program.outputs
 
     def without(self, name: str) -> Reading:
@@ -134,7 +138,11 @@ class Reading:
             if passed and sizes[name] > sizes[next(iter(passed))]:
                 break
             found = tried[name] = self.without(name)
-            if not found.blamed():
+            try:
+                rest = found.blamed()
+            except NotConjugateError:
+                continue  # without this site the model is refused: try another
+            if not rest:
                 routes = [found.observed(k).route for k in self._survey.observed]
                 passed[name] = sum(route is Route.GAUSS_HERMITE for route in routes)
         best = passed or sizes
