@@ -29,8 +29,9 @@ def pit(predictive: Distribution | ArrayLike, y: ArrayLike, key: Array) -> np.nd
     :param predictive: ``posterior.predict_y(X)``, a distribution of batch shape (N,);
         or draws, (num_draws, N), such as replicates of
         :class:`numpyro.infer.Predictive`. Counts and labels sum probabilities up to
-        ``y``; real observations use the ``cdf`` of the distribution, or ranks among
-        1000 draws if it has none.
+        ``y``, in time proportional to the largest: pass draws of counts in thousands.
+        Real observations use the ``cdf`` of the distribution, or ranks among 1000 draws
+        if it has none.
     :param y: the observations, (N,).
     :param key: random key for the draws.
     :return: positions in [0, 1], (N,). Ranks among S draws are uniform over

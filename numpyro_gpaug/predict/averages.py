@@ -379,7 +379,8 @@ def over_rows(fn: Distribution, of: Of, rows: Mapping[str, Array]) -> Array:
     if split < 0 or values.shape[split:] != shape:
         raise ValueError(
             f"of returned shape {values.shape}, which must end in the shape of the "
-            f"observations, {shape}"
+            f"observations, {shape}. Further axes come before: jnp.moveaxis(values, "
+            "-1, 0)"
         )
     values = jnp.moveaxis(values.reshape(*values.shape[:split], -1), -1, 0)
     for name in rows.keys() & {"group", "weights"}:

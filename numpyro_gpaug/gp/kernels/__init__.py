@@ -38,8 +38,9 @@ SquaredExponential, RationalQuadratic,        no state, an error
 Linear, plain functions, kernels of tinygp
 ============================================= ==========================================
 
-A quasi-periodic kernel is a product, ``Matern32(30.0) * cosines(Periodic(1.0, 7.0),
-4)``: exact for the sum of cosines, which approximates the periodic part.
+A quasi-periodic kernel is a product, ``Matern32(30.0) *
+cosines(Periodic(period=7.0), 4)``: exact for the sum of cosines, which approximates the
+periodic part.
 """
 
 from ._base import Constant, Kernel, Linear, Product, Sum, as_kernel, from_function
