@@ -17,10 +17,10 @@ A :class:`Structure` is static: the layout of latents, costs, and how the rest i
 precision, as the structure lays it out. They are added. They have
 
 - ``moments()``, which is NaN where the precision is not positive definite;
-- ``moved(z)``: natural parameters of latents, given those of deviations from ``z``;
 - perhaps a ``centre``, (latents, M), from which latents deviate as the potential says:
-  means are then not rounded like sums over rows. ``centred(mean)`` moves it to the
-  means;
+  means are then not rounded like sums over rows. ``centred(centre)`` moves it to the
+  means. Without a centre there is ``moved(z)``: natural parameters of latents, given
+  those of deviations from ``z``;
 - ``diagonal``, of the precision, (latents, M);
 - perhaps ``inflation(variances)``, the errors of variances relative to rounding, if
   these are smaller than the variances times the diagonal.

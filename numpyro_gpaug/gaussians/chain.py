@@ -366,12 +366,6 @@ class ChainNatural(NamedTuple):
             corner += linalg.sum_of_products(white.reshape(-1, 1), noise)
         return self.corner[0] + (total + total.T) / 2, corner
 
-    def moved(self, z: Array) -> ChainNatural:
-        """Return the natural parameters of latents, given those of their deviations
-        from ``z``, (1, G R + K), for information, which has no links; see
-        :meth:`~numpyro_gpaug.gaussians.dense.NaturalGaussian.moved`."""
-        return self._replace(centre=self.centre + z)
-
     @property
     def origin(self) -> Array:
         """The latents at the centre, (1, G R + K)."""

@@ -181,11 +181,6 @@ class CentredGaussian(NamedTuple):
         q = NaturalGaussian(*self[:2]).moments()
         return q._replace(mean=self.centre + q.mean)
 
-    def moved(self, z: Array) -> CentredGaussian:
-        """Return the natural parameters of latents, given those of their deviations
-        from ``z``, (..., M)."""
-        return self._replace(centre=self.centre + z)
-
     def centred(self, mean: Array) -> CentredGaussian:
         """Return the same with its centre at the means."""
         return self._replace(potential=jnp.zeros_like(mean), centre=mean)

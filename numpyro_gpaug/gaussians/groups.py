@@ -224,11 +224,6 @@ class GroupNatural(NamedTuple):
         mean = self.centre + self.layout.joined(mean, corner)
         return GroupMoments(mean, inverse, cross, whitener)
 
-    def moved(self, z: Array) -> GroupNatural:
-        """Return the natural parameters of latents, given those of their deviations
-        from ``z``, (1, G R + K)."""
-        return self._replace(centre=self.centre + z)
-
     def centred(self, mean: Array) -> GroupNatural:
         """Return the same with its centre at the means."""
         return self._replace(potential=jnp.zeros_like(mean), centre=mean)

@@ -132,8 +132,7 @@ def warn_of_lost(nats: Array, natural: Natural, structure: Structure) -> None:
 
 
 def is_broken(natural: Natural) -> bool:
-    """Whether rounding can be why a bound is not finite: it keeps a precision from
-    being positive definite, or makes it far too large.
+    """Whether rounding keeps a precision from being positive definite.
 
     Its eigenvalues are at least one, because of the prior. Rounding changes them by at
     most about its trace times the relative rounding error.
@@ -145,7 +144,7 @@ def is_broken(natural: Natural) -> bool:
         for each in natural.values()
     ]
     may_be = np.isfinite(moved).all() and max(moved) > MOVED
-    return bool(may_be and not np.asarray(lost(natural)) < LOST)
+    return bool(may_be and not np.isfinite(np.asarray(lost(natural))))
 
 
 def check_precision(natural: Natural, structure: Structure) -> None:
