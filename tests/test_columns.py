@@ -245,3 +245,25 @@ def test_integrated_hyperparameters_have_labels_beside_them() -> None:
     by_code = fits.posterior(0).predict_y(np.array([2, 0]))
     by_label = fits.posterior(0).predict_y(np.array(["west", "east"]))
     np.testing.assert_array_equal(by_label.mean, by_code.mean)
+
+
+def test_labels_are_those_of_the_members_that_data_index() -> None:
+    def weekly(week, herd, district, y=None, *, weeks=4):
+        walk = numpyro.sample("walk", dist.GaussianRandomWalk(1.0, weeks))
+        with numpyro.plate("districts", 5):
+            place = numpyro.sample("place", dist.Normal(0, 1))
+        with numpyro.plate("data", len(week)):
+            mean = walk[week] + place[district[herd]]
+            numpyro.sample("y", dist.Normal(mean, 1), obs=y)
+
+    svi = gpaug.ConjugateSVI(weekly, gpaug.AutoLatentGaussian(weekly))
+    given = TABLE["herd"], TABLE["herd"], np.array([3, 0, 4]), TABLE["dose"]
+    fit = svi.run(KEY, 1, *given, weeks=3, progress_bar=False)
+    # Herds are not districts.
+    expected = [*(f"walk[{x}]" for x in ("east", "north", "west"))]
+    expected += [f"place[{i}]" for i in range(5)]
+    assert list(svi.posterior(fit).summary().index) == expected
+    # Codes 0 to 2 need not be the first three of four weeks.
+    wrong = "'walk' has 4 members in an order, and 'week' indexes it by 3 labels"
+    with pytest.raises(ValueError, match=wrong):
+        gpaug.NestedVI(weekly, progress_bar=False).run(KEY, *given)

@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from numpyro_gpaug.math.compiling import ahead
 from numpyro_gpaug.model.columns import Labels
-from numpyro_gpaug.model.jaxpr import dependence_on_arrays
 from numpyro_gpaug.model.joint import JointView
+from numpyro_gpaug.model.latents import Structure
 
 
 def labelled_axes(
@@ -23,32 +25,40 @@ def labelled_axes(
     :param given: the model's arguments.
     :param names: the names of their arguments.
     :param labels: labels by argument.
+    :raises ValueError: for fewer labels than members whose order matters.
     """
+    if not labels.keys() & set(names):
+        return {}
+    leaves, treedef = jax.tree.flatten(given)
     seen: list[Any] = []
-    shapes: dict[str, tuple[int, ...]] = {}
-    others: set[str] = set()
 
-    def reached(given: Any) -> Any:
-        here = view(given)
+    def largest(*leaves: Any) -> list[Any]:
+        here = view(jax.tree.unflatten(treedef, leaves))
         found = here.gathers()
-        seen[:] = [gather for gather, _ in found]
-        others.update(here.structure.others)
-        shapes.update(here.structure.shapes)
-        shapes.update({s.name: s.value_shape for s in here.structure.sites})
-        return [extremes for _, extremes in found]
+        seen[:] = here.structure, [gather for gather, _ in found]
+        return [highs for _, (_, highs, _) in found]
 
-    sources = dependence_on_arrays(reached, given)
+    program = ahead(largest, *leaves)
+    structure, gathers = seen
+    shapes = dict(structure.shapes)
+    shapes |= {s.name: s.value_shape for s in structure.sites}
     axes: dict[str, list[set[str]]] = {}
-    for gather, used in zip(seen, sources, strict=True):
-        shape = shapes.get(gather.name, ())
-        places = {int(k) for leaf in jax.tree.leaves(used) for k in leaf.state}
-        given = {names[i] for i in places if i < len(names)} & labels.keys()
-        own = axes.setdefault(gather.name, [set() for _ in shape])
-        for size, found in _by_size(gather.sizes, given, labels).items():
-            # Effects depend on the hyperparameters of their prior, too.
-            drawn = gather.name in others and size not in gather.own
-            if shape.count(size) == 1 and not drawn:
-                own[shape.index(size)] |= found
+    for place, name in enumerate(names):
+        if name not in labels:
+            continue
+        # An index that is the argument, and no function of it, follows it.
+        codes = 0, max(1, len(labels[name]) - 1)
+        at = [jnp.full_like(leaves[place], code) for code in codes]
+        found = [program(*leaves[:place], x, *leaves[place + 1 :]) for x in at]
+        for gather, *highs in zip(gathers, *found, strict=True):
+            shape = shapes.get(gather.name, ())
+            own = axes.setdefault(gather.name, [set() for _ in shape])
+            for size, *ends in zip(gather.sizes, *highs, strict=True):
+                # Effects depend on the hyperparameters of their prior, too.
+                drawn = gather.name in structure.others and size not in gather.own
+                if tuple(ends) == codes and shape.count(size) == 1 and not drawn:
+                    own[shape.index(size)].add(name)
+    _check_order(structure, axes, labels)
     return {
         name: tuple(_one(k, labels) for k in found)
         for name, found in axes.items()
@@ -56,20 +66,31 @@ def labelled_axes(
     }
 
 
+def _check_order(
+    structure: Structure, axes: Mapping[str, list[set[str]]], labels: Labels
+) -> None:
+    """Raise for fewer labels than members whose order matters, as areas of a map: codes
+    of the labels would be other members than the user means.
+
+    :param structure: the structure of the model.
+    :param axes: by site, the arguments that index each axis.
+    :param labels: labels by argument.
+    """
+    for site in structure.sites:
+        indexed = axes.get(site.name, [])
+        first = len(indexed) - site.ordered
+        pairs = zip(site.value_shape[first:], indexed[first:], strict=False)
+        for size, name in ((n, k) for n, found in pairs for k in sorted(found)):
+            if len(labels[name]) < size:
+                raise ValueError(
+                    f"{site.name!r} has {size} members in an order, and {name!r} "
+                    f"indexes it by {len(labels[name])} labels, whose codes may be "
+                    f"those of other members. Pass pandas.Categorical({name}, "
+                    f"categories=names), with the names of all {size} in that order, "
+                    "or integer codes"
+                )
+
+
 def _one(names: set[str], labels: Labels) -> str:
     """Return the first of the names, if all have the same labels."""
     return min(names) if len({labels[k] for k in names}) == 1 else ""
-
-
-def _by_size(
-    sizes: tuple[int, ...], names: set[str], labels: Labels
-) -> dict[int, set[str]]:
-    """Return the arguments that may index the axes of each size. Which of several
-    arguments indexes which axis is known from the numbers of their labels alone.
-
-    :param sizes: sizes of the axes that are indexed together.
-    :param names: the arguments that index them.
-    """
-    exact = {n: {k for k in names if len(labels[k]) == n} for n in sizes}
-    rest = names.difference(*(x for x in exact.values() if len(x) == 1))
-    return {n: x or {k for k in rest if len(labels[k]) < n} for n, x in exact.items()}

@@ -29,12 +29,15 @@ class GaussianSite(NamedTuple):
     :param value_shape: the shape of its values.
     :param local: whether it has a member for every datum, and no other data depend on
         its members by codes. In a prediction the members are then new.
+    :param ordered: the number of its last axes whose members have an order that the
+        prior depends on, such as areas of a map and steps of a walk.
     """
 
     name: str
     shape: tuple[int, ...]
     value_shape: tuple[int, ...]
     local: bool
+    ordered: int = 0
 
 
 class Grouping(NamedTuple):

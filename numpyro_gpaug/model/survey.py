@@ -211,7 +211,10 @@ class Survey:
             return
         local = any(frame.name in rows for frame in site["cond_indep_stack"])
         known = tuple(found.shape), self.shapes[name]
-        self.candidates.append(GaussianSite(name, *known, local))
+        base = base_distribution(site["fn"])
+        walks = isinstance(base, dist.GaussianRandomWalk)
+        ordered = base.event_dim if found.mixes or walks else 0
+        self.candidates.append(GaussianSite(name, *known, local, ordered))
         if is_scanned(site):
             self.scanned.append(name)
         elif own := field(site["fn"]):

@@ -330,8 +330,6 @@ class Predictor:
             return self._view(arguments, fitted.first)
 
         names = names_of_arrays(self.model, *arguments.merge())
-        if not labels.keys() & set(names):
-            return {}
         return labelled_axes(view, arguments, names, labels)
 
     @one_thread

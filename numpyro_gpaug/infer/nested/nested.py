@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from tqdm.auto import tqdm
@@ -34,11 +33,8 @@ from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.calls import check_count, check_key
 from numpyro_gpaug.model.closures import RunsModel
 from numpyro_gpaug.model.columns import Columns, Labels, labelled
-from numpyro_gpaug.model.joint import JointView
-from numpyro_gpaug.model.labels import labelled_axes
 from numpyro_gpaug.model.padding import Padding
 from numpyro_gpaug.model.responses import Responses
-from numpyro_gpaug.model.sources import names_of_arrays
 from numpyro_gpaug.model.structure import from_cache
 from numpyro_gpaug.model.validation import check_arguments, check_trace
 from numpyro_gpaug.predict import Posterior
@@ -295,6 +291,7 @@ class NestedVI(
             arguments, bound = self._padded(args, kwargs)
             refuse_params(bound, "NestedVI integrates")
             programs = self._programs_at(bound, arguments)
+            programs.axes(arguments, labels)
         with clock.part("prior"):
             hyper, num = programs.hyper, FIRST + self.num_points
             prior = prior_draws(hyper, arguments, num, generator(rng_key, 0))
@@ -483,7 +480,6 @@ class NestedVI(
         return self._labels
 
     @property
-    @one_thread
     def labelled_axes(self) -> dict[str, tuple[str, ...]]:
         """By site, the argument with labels that indexes each axis; empty for an axis
         that none indexes.
@@ -491,18 +487,7 @@ class NestedVI(
         :raises RuntimeError: before a run.
         """
         run = self._known()
-        programs = run.programs
-        if not self._labels:
-            return {}
-
-        def view(data: Arguments) -> JointView:
-            hyper = programs.hyper
-            values, _ = hyper.values(jnp.zeros(hyper.size, hyper.dtype), data)
-            return programs.bound.view(values, data)
-
-        with programs.version.running():
-            names = names_of_arrays(self.model, *self._run_on().merge())
-            return labelled_axes(view, run.data, names, self._labels)
+        return run.programs.axes(run.data, self._labels)
 
     @property
     def certified(self) -> bool:

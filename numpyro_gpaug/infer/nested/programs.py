@@ -36,9 +36,12 @@ from numpyro_gpaug.math.compiling import SMALL, jit
 from numpyro_gpaug.math.importance import compensated_sum
 from numpyro_gpaug.model.arguments import Arguments, Values
 from numpyro_gpaug.model.closures import watched
+from numpyro_gpaug.model.columns import Labels
 from numpyro_gpaug.model.costs import densities
 from numpyro_gpaug.model.joint import JointView
+from numpyro_gpaug.model.labels import labelled_axes
 from numpyro_gpaug.model.latents import JOINT
+from numpyro_gpaug.model.sources import names_of_arrays
 from numpyro_gpaug.model.structure import Trace, run_model
 from numpyro_gpaug.model.whitened import whitened
 
@@ -131,6 +134,7 @@ class Programs:
         self.hyper = Hyperparameters(self._model, self.structure, arguments)
         self.num_draws = num_draws
         self._no_start: Start | None = None
+        self._axes: dict[Any, dict[str, tuple[str, ...]]] = {}
         size, rows = self.structure.size, sum(x.size for x in arguments.arrays)
         # If points are taken one after another, only one of them has matrices in
         # memory.
@@ -156,6 +160,26 @@ class Programs:
         self.factors_at = compiled(self._factors_at)
         self.drawn = compiled(self._drawn)
         self._at_draws = compiled(self._sites)
+
+    @one_thread
+    def axes(self, data: Arguments, labels: Labels) -> dict[str, tuple[str, ...]]:
+        """Return, by site, the argument with labels that indexes each axis; see
+        :func:`~numpyro_gpaug.model.labels.labelled_axes`.
+
+        :param data: the model's arguments.
+        :param labels: labels by argument.
+        """
+
+        def view(data: Arguments) -> JointView:
+            zeros = jnp.zeros(self.hyper.size, self.hyper.dtype)
+            return self.bound.view(self.hyper.values(zeros, data)[0], data)
+
+        key = tuple(sorted(labels.items()))
+        if key not in self._axes:
+            with self.version.running():
+                names = names_of_arrays(self._model, *data.merge())
+                self._axes[key] = labelled_axes(view, data, names, labels)
+        return self._axes[key]
 
     def no_start(self, data: Arguments) -> Start:
         """Return a start for the first evaluation."""
