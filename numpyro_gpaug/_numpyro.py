@@ -9,6 +9,8 @@ from functools import wraps
 from typing import Any, ParamSpec, Self, TypeVar
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import numpyro
 from numpyro.distributions import Distribution
 from numpyro.distributions.util import periodic_repeat
@@ -58,14 +60,18 @@ class residual_policy(Messenger):
         super().__init__(fn)
 
 
-class expanded_sites(Messenger):
+class traceable_sites(Messenger):
     """Rewrite ``sample(name, fn, sample_shape=...)`` as a sample of the expanded
-    distribution, so that the site's distribution has the shape of its values.
+    distribution, so that the site's distribution has the shape of its values. Values
+    that are NumPy arrays (``handlers.condition`` inside) become JAX arrays, because
+    traced codes cannot index NumPy arrays.
 
     :param fn: the model.
     """
 
     def process_message(self, msg: dict[str, Any]) -> None:
+        if msg["type"] == "sample" and isinstance(msg["value"], np.ndarray):
+            msg["value"] = jnp.asarray(msg["value"])
         if msg["type"] == "sample" and (shape := msg["kwargs"].get("sample_shape")):
             msg["fn"] = msg["fn"].expand_by(shape)
             msg["kwargs"]["sample_shape"] = ()

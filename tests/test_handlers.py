@@ -6,6 +6,8 @@ from functools import cache
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro
+import numpyro.distributions as dist
 import pytest
 from jax import random
 from numpyro import handlers
@@ -188,3 +190,18 @@ def test_condition_on_the_inducing_values_leaves_no_block():
     held = handlers.condition(classifier, data={"f.v": v})
     with pytest.raises(ValueError, match="no Gaussian process"):
         conjugate(args, kwargs, model=held)
+
+
+def test_codes_index_values_that_are_conditioned_on():
+    def grouped(group, y):
+        effect = numpyro.sample("effect", dist.Normal(0, 1).expand([3]).to_event(1))
+        level = numpyro.sample("level", dist.Normal(0, 1))
+        with numpyro.plate("data", len(group)):
+            numpyro.sample("y", dist.Normal(level + effect[group], 1), obs=y)
+
+    held = handlers.condition(grouped, data={"effect": np.array([0.0, 1.0, 4.0])})
+    svi = gpaug.ConjugateSVI(held, gpaug.AutoLatentGaussian(held))
+    group, y = np.array([2, 0, 1]), np.array([5.0, 0.0, 1.0])
+    fit = svi.run(random.key(KEY), 1, group, y, progress_bar=False)
+    # The three residuals are 1, 0 and 0.
+    np.testing.assert_allclose(svi.posterior(fit)["level"].mean, 1 / 4)

@@ -21,7 +21,7 @@ from jax import Array
 from numpyro import handlers
 from numpyro.distributions import transforms
 
-from numpyro_gpaug._numpyro import expanded_sites
+from numpyro_gpaug._numpyro import traceable_sites
 from numpyro_gpaug.distributions.random_walk import Chained, RandomWalk2
 from numpyro_gpaug.distributions.sparse_prior import SparsePrior, sparse_prior
 from numpyro_gpaug.gaussians import Layout, Sparse
@@ -170,7 +170,7 @@ def at_prior_means(
             found: Any = whitening(fn)
             return found.value(jnp.zeros(found.shape))
 
-    return handlers.substitute(expanded_sites(model), substitute_fn=mean)
+    return handlers.substitute(traceable_sites(model), substitute_fn=mean)
 
 
 def field(fn: dist.Distribution) -> Field | None:

@@ -16,7 +16,7 @@ from numpyro import handlers
 from numpyro.distributions import CAR, ImproperUniform, Normal
 from numpyro.infer import init_to_feasible
 
-from numpyro_gpaug._numpyro import expanded_sites, first_rows, residual_policy
+from numpyro_gpaug._numpyro import first_rows, residual_policy, traceable_sites
 from numpyro_gpaug.distributions.sparse_prior import sparse_prior
 from numpyro_gpaug.gp.conditional import Conditional
 from numpyro_gpaug.likelihoods.expectations import Route, base_distribution
@@ -175,7 +175,7 @@ def run_model(
     added = arguments.static[-1]
     if added is not None:
         model = first_rows(model, arguments.arrays[-1], added.size)
-    filled = fill(handlers.seed(expanded_sites(model), key), values)
+    filled = fill(handlers.seed(traceable_sites(model), key), values)
     filled = handlers.substitute(filled, substitute_fn=_somewhere)
     # NumPyro checks known parameters with a program for each operation, and traces the
     # checks of all others. check_constants replaces this.
@@ -277,7 +277,7 @@ def flat_functions(model: Callable[..., Any]) -> Callable[..., Any]:
             return jnp.zeros(fn.shape, fn.dtype)
         return None
 
-    return handlers.substitute(expanded_sites(model), substitute_fn=zeros)
+    return handlers.substitute(traceable_sites(model), substitute_fn=zeros)
 
 
 def without_gaussians(model: Callable[..., Any], structure: Any) -> Callable[..., Any]:

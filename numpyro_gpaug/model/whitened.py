@@ -18,7 +18,7 @@ from jax.core import Tracer
 from numpyro import handlers
 from numpyro.distributions import constraints
 
-from numpyro_gpaug._numpyro import expanded_sites, scan_index
+from numpyro_gpaug._numpyro import scan_index, traceable_sites
 from numpyro_gpaug.distributions.class_counts import traceable
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.gp.conditional import Conditional
@@ -191,7 +191,7 @@ def whitened(
             return found.chain.value(states)
         return found.value(numbers if index is None else numbers[index])
 
-    filled_in = handlers.substitute(expanded_sites(model), substitute_fn=filled)
+    filled_in = handlers.substitute(traceable_sites(model), substitute_fn=filled)
     return independent_data(filled_in)
 
 
