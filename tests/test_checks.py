@@ -84,6 +84,9 @@ def test_nan_is_placed_and_bad_shapes_refused():
 # -- probability integral transforms --------------------------------------------------
 
 
+RIGHT = dist.RightCensoredDistribution
+
+
 def uniform(values) -> bool:
     return stats.kstest(values, "uniform").pvalue > 0.001
 
@@ -138,6 +141,20 @@ def test_pit_of_a_mixture_of_counts():
     predicted, y = drawn()
     assert uniform(diagnostics.pit(predicted, y, random.key(1)))
     assert not uniform(diagnostics.pit(predicted, y + 1, random.key(1)))
+
+
+@pytest.mark.parametrize("side", [dist.LeftCensoredDistribution, RIGHT])
+@pytest.mark.parametrize("counts", [False, True])
+def test_pit_of_censored_observations_is_uniform(side, counts):
+    rng = np.random.default_rng(0)
+    mean = jnp.full(2000, 5.0)
+    whole = dist.Poisson(mean) if counts else dist.Exponential(1 / mean)
+    y = np.asarray(whole.sample(KEY), float)
+    limit = rng.integers(1, 12, 2000)
+    # A count at its lower limit is cut off, and above its upper limit.
+    cut = y > limit if side is RIGHT else y <= limit
+    found = side(whole, cut)
+    assert uniform(diagnostics.pit(found, np.where(cut, limit, y), random.key(1)))
 
 
 def test_pit_of_draws_is_uniform_with_ties():

@@ -128,6 +128,7 @@ def test_polars() -> None:
         (TABLE["day"], r"x contains dates. Pass numbers, such as days since"),
         (pd.Index(TABLE["day"]), "x contains dates"),
         (TABLE["day"].dt.tz_localize("UTC"), "x contains dates"),
+        (TABLE["day"].dt.to_period("D"), r"x contains periods.*: x.astype\('int64'\)"),
         (TABLE["day"] - TABLE["day"][0], r"x contains durations.*timedelta64\(1, 'D'"),
         (TABLE[["dose", "herd"]], "column 'herd' of x contains categories"),
     ],

@@ -25,6 +25,10 @@ DISTRIBUTIONS: dict[str, Callable[[Any], dist.Distribution]] = {
     "zero-inflated": lambda m: dist.ZeroInflatedPoisson(0.2, rate=jnp.exp(m)),
     # One scale for all data, whose shape does not show it.
     "truncated": lambda m: dist.TruncatedNormal(m, 0.5, low=0.0, high=8.0),
+    # Draws are whole durations.
+    "censored": lambda m: dist.RightCensoredDistribution(
+        dist.LogNormal(m, 0.5), jnp.arange(4) % 2
+    ),
 }
 
 

@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro.distributions as dist
 from jax import Array, lax, random
 from jax.typing import ArrayLike
 from numpyro.distributions import Distribution
 
+from numpyro_gpaug.distributions.predictor_mixture import CENSORED, uncensored
 from numpyro_gpaug.likelihoods.expectations import base_distribution
 
 # The number of draws whose ranks replace a cdf.
@@ -25,6 +29,9 @@ def pit(predictive: Distribution | ArrayLike, y: ArrayLike, key: Array) -> np.nd
     between :math:`P_n(y < y_n)` and :math:`P_n(y \le y_n)`, which makes it uniform,
     too. A histogram with a hump means that predictions are too wide; high ends mean
     that they are too narrow; a slope means that they are too low or too high.
+
+    The position of a censored observation is drawn uniformly from those that the whole
+    one may have. Predict with the indicator for that, ``predict_y(X, censored=...)``.
 
     :param predictive: ``posterior.predict_y(X)``, a distribution of batch shape (N,);
         or draws, (num_draws, N), such as replicates of
@@ -62,8 +69,14 @@ def pit(predictive: Distribution | ArrayLike, y: ArrayLike, key: Array) -> np.nd
     shape = predictive.batch_shape
     _check("batch shape", shape, y)
     value, base = jnp.asarray(y), base_distribution(predictive)
-    if predictive.support.is_discrete:
-        below, equal = (np.asarray(p, float) for p in _steps(predictive, value))
+    component = base_distribution(getattr(base, "component", base))
+    steps = None
+    if isinstance(component, CENSORED):
+        steps = _censored_steps(uncensored(base), component, value)
+    elif predictive.support.is_discrete:
+        steps = _steps(predictive, value)
+    if steps is not None:
+        below, equal = (np.asarray(p, float) for p in steps)
         return np.clip(below + np.asarray(random.uniform(key, shape)) * equal, 0, 1)
     try:
         return np.broadcast_to(np.asarray(base.cdf(value), float), shape)
@@ -105,3 +118,19 @@ def _steps(distribution: Distribution, y: Array) -> tuple[Array, Array]:
     y = y.astype(int)
     equal = jnp.exp(distribution.log_prob(y))
     return lax.fori_loop(0, y.max(), add, jnp.zeros_like(equal)), equal
+
+
+def _censored_steps(whole: Any, component: Any, y: Array) -> tuple[Array, Array]:
+    """Return probabilities below observations, which may be censored, and of the values
+    that they may have.
+
+    :param whole: the distribution of whole observations.
+    :param component: a distribution with the indicators.
+    """
+    upto = whole.cdf(y)
+    below = whole.cdf(y - 1) if component.support.is_discrete else upto
+    if isinstance(component, dist.RightCensoredDistribution):
+        below = jnp.where(component.censored, upto, below)
+        return below, jnp.where(component.censored, 1, upto) - below
+    below = jnp.where(component.censored, 0, below)
+    return below, upto - below

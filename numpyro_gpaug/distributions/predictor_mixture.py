@@ -25,6 +25,7 @@ from numpyro_gpaug.math.incomplete import betainc, gammaincc
 # Nodes without a finite moment or density are left out if their weights add up to less.
 NEGLIGIBLE = 1e-3
 _BINARY = dist.BernoulliProbs, dist.BernoulliLogits
+CENSORED = dist.LeftCensoredDistribution, dist.RightCensoredDistribution
 _CLASSES = dist.CategoricalProbs, dist.CategoricalLogits, dist.OrderedLogistic
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -124,7 +125,7 @@ class PredictorMixture(Distribution):
     def of_labels(self) -> Distribution:
         """Return, for binary labels and classes, a distribution of the same kind with
         ``probs``; otherwise the mixture itself."""
-        component = self._component
+        component = self.component
         # Not for subclasses, whose density may differ.
         if type(component) in _BINARY:
             no, yes = (self._by_nodes(jnp.full(self.batch_shape, k))[0] for k in (0, 1))
@@ -189,12 +190,13 @@ class PredictorMixture(Distribution):
         return weights.reshape(nodes, *draws, *data, *(1,) * event_dim)
 
     @property
-    def _component(self) -> Any:
+    def component(self) -> Any:
+        """The component at the first node."""
         return self._with([x[0] for x in self._moving])
 
     @constraints.dependent_property
     def support(self) -> Any:
-        return self._component.support
+        return self.component.support
 
     def _known(self, name: str, function: Callable[[Any], Array], draws: str) -> Array:
         """Return a property of every component, or raise an error that states an
@@ -202,7 +204,7 @@ class PredictorMixture(Distribution):
         try:
             return self._each(function)
         except NotImplementedError as error:
-            cls = type(self._component)
+            cls = type(self.component)
             if cls.sample is Distribution.sample:
                 draws = f"define {name}, or sample, in the class"
             said = f"{cls.__name__} has no {name}: {draws}"
@@ -211,7 +213,7 @@ class PredictorMixture(Distribution):
     def _moment(self, name: str) -> Array:
         draws = "compute it from draws, predicted.sample(key, (1000,)), or define "
         draws += f"{name} in the class"
-        return self._known(name, lambda d: getattr(d, name), draws)
+        return self._known(name, lambda d: getattr(uncensored(d), name), draws)
 
     @property
     @_one_program
@@ -428,6 +430,12 @@ class PredictorMixture(Distribution):
         return None if any(f is None for f in moving) else moving
 
 
+def uncensored(d: Any) -> Any:
+    """Return the distribution of whole durations, from which NumPyro draws censored
+    ones, too."""
+    return d.base_dist if isinstance(d, CENSORED) else d
+
+
 def _below(d: Any, value: Array) -> Array:
     """Return the probability of at most a value."""
     # Formulas apply inside of a support alone.
@@ -438,6 +446,7 @@ def _below(d: Any, value: Array) -> Array:
 
 def _cdf(d: Any, value: Array) -> Array:
     """Return the distribution function of a component."""
+    d = uncensored(d)
     # NumPyro lacks these.
     if isinstance(d, dist.ZeroInflatedProbs):
         return jnp.where(value < 0, 0, d.gate + (1 - d.gate) * _cdf(d.base_dist, value))

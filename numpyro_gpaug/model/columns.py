@@ -202,6 +202,9 @@ def _numbers(name: str, value: Any) -> np.ndarray:
     objects = found[~missing].tolist()
     present = np.array(objects)
     if present.ndim > 1 or present.dtype.kind not in "biuf":
+        if hasattr(objects[0], "ordinal"):
+            steps = f"{name}.astype('int64') - {name}.min().ordinal"
+            raise TypeError(f"{name} contains periods. Pass their numbers: {steps}")
         if hasattr(objects[0], "year"):
             check_dates(name, np.empty(0, "datetime64[us]"))
         raise TypeError(
