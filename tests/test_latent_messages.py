@@ -49,6 +49,29 @@ def test_codes_that_index_hyperparameters_are_checked(shift, message):
         guide.check_data(Arguments.split((T, GROUP + shift, REAL), {}))
 
 
+def test_independent_gaussians_have_the_same_checks():
+    def model(t, place, group, y=None, z=None, *, inducing):
+        gp = gpaug.GaussianProcess("f", gpaug.kernels.Matern32(), inducing)
+        f = gp(t[:, None])
+        w = numpyro.sample("w", dist.Normal(jnp.zeros(4), 1.0).to_event(1))
+        with numpyro.plate("data", len(group)):
+            numpyro.sample("y", dist.Normal(f[place], 1.0), obs=y)
+            numpyro.sample("z", dist.Normal(w[group], 1.0), obs=z)
+
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model))
+    run = partial(svi.run, KEY, 1, inducing=T[:3, None], progress_bar=False)
+    place = np.arange(N)
+    with pytest.raises(ValueError, match="'f' has 12 members.*1 to 12"):
+        run(T, place + 1, GROUP, REAL, REAL)
+    posterior = svi.posterior(run(T, place, GROUP, REAL, REAL))
+    with pytest.raises(ValueError, match="'w' has 4 members.*1 to 4"):
+        run(T, place, GROUP + 1, REAL, REAL)
+    with pytest.raises(ValueError, match="'w' has 4 members.*new group"):
+        posterior.predict_y(T, place, GROUP + 1, site="z")
+    with pytest.raises(ValueError, match="'z' has no observed value"):
+        run(T, place, GROUP, REAL)
+
+
 def no_latent(t, y=None):
     scale = numpyro.sample("scale", dist.HalfNormal(1.0))
     with numpyro.plate("data", len(t)):
@@ -184,7 +207,7 @@ def test_data_of_a_later_run_are_checked_too():
     for code, what in ((4, "codes 0 to 3"), (-1, "negative ones count from the end")):
         with pytest.raises(ValueError, match=what):
             run(np.where(group == 2, code, group), y)
-    with pytest.raises(ValueError, match=r"\['y'\] are not observed"):
+    with pytest.raises(ValueError, match="'y' has no observed value"):
         run(group)
 
 

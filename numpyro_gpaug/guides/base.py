@@ -21,13 +21,12 @@ from numpyro_gpaug._fork import refuse_forked
 from numpyro_gpaug._numpyro import PointGuide
 from numpyro_gpaug.gaussians.dense import Moments
 from numpyro_gpaug.math.arrays import is_traced
-from numpyro_gpaug.math.compiling import ahead, once
+from numpyro_gpaug.math.compiling import ahead, jit_for_few_runs, once
 from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.closures import Version, watched
 from numpyro_gpaug.model.display import latent_rows, observed_rows
 from numpyro_gpaug.model.inspect import inspect_model, structure_at
 from numpyro_gpaug.model.jaxpr import dependence_on_arrays
-from numpyro_gpaug.model.joint import Codes
 from numpyro_gpaug.model.latents import Structure
 from numpyro_gpaug.model.observations import check_observations
 from numpyro_gpaug.model.pitfalls import warn_of_modes
@@ -41,7 +40,7 @@ from numpyro_gpaug.model.structure import (
     run_model,
     without_gaussians,
 )
-from numpyro_gpaug.model.view import ModelView
+from numpyro_gpaug.model.view import Codes, ModelView
 
 # Params of the Gaussian blocks by block name, or the moments of the blocks.
 Own = Mapping[str, Values | Moments]
@@ -279,26 +278,33 @@ class ProcessGuide(Displayed):
         return known
 
     def check_data(self, arguments: Arguments) -> None:
-        """Set the guide up for a fit to these arguments, and check them.
+        """Set the guide up for a fit to these arguments, or raise if a set-up with them
+        would fail.
 
-        :param arguments: the model's arguments.
+        :param arguments: the model's arguments; :meth:`valid` checks the values of
+            traced arguments.
+        :raises ValueError: for missing observations, and for codes outside of a plate.
+        :raises NotConjugateError: if observations depend on several groups.
         """
-        self.prepare(arguments)
+        if not self.prepare(arguments) or is_traced(arguments):
+            return
+        program = from_cache(
+            self._checks, arguments.shapes, lambda: jit_for_few_runs(self._codes)
+        )
+        program(arguments).check()
 
-    def valid(self, arguments: Arguments) -> Any:
+    def valid(self, arguments: Arguments) -> Array:
         """Whether :meth:`check_data` accepts these arguments; may be traced.
 
         :param arguments: the model's arguments.
         """
-        return True
+        return self._codes(arguments).valid
 
-    def seen(self, view: Any) -> Codes | None:
-        """Return the values that :meth:`check_data` needs, for the program that begins
-        a fit; pure. ``None`` if it needs none.
-
-        :param view: the model at initial params.
-        """
-        return None
+    def _codes(self, arguments: Arguments) -> Codes:
+        # Without padding, because a batch that is passed in is shorter than its plate.
+        structure: Any = self.structure_at(arguments)
+        view = self.view(structure, self.model, arguments, {}, fixed_key())
+        return Codes.of_fit(view)
 
     def begin(self, *args: Any, **kwargs: Any) -> None:
         """Prepare a call: ``setup``, and a check of the first observations.

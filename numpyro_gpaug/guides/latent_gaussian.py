@@ -23,7 +23,6 @@ from numpyro_gpaug.gaussians.pairs import PairedMap
 from numpyro_gpaug.guides.base import ConjugateGuide, Own
 from numpyro_gpaug.guides.function_posterior import InducingPosterior
 from numpyro_gpaug.guides.sparse_gp import NATURAL, with_latent_axis
-from numpyro_gpaug.math.arrays import is_traced
 from numpyro_gpaug.math.compiling import jit_for_few_runs
 from numpyro_gpaug.math.linalg import precise
 from numpyro_gpaug.math.recurrences import log_volume_along
@@ -31,10 +30,10 @@ from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.costs import FIT, WHITE
 from numpyro_gpaug.model.forms import refuse_large
 from numpyro_gpaug.model.gaussians import field
-from numpyro_gpaug.model.joint import Codes, JointView
+from numpyro_gpaug.model.joint import JointView
 from numpyro_gpaug.model.latents import JOINT, Grouping, Structure
 from numpyro_gpaug.model.reading import inspect_joint
-from numpyro_gpaug.model.structure import Block, Trace, fixed_key, from_cache
+from numpyro_gpaug.model.structure import Block, Trace, fixed_key
 from numpyro_gpaug.model.whitened import whitened
 
 _DENSE = f"{JOINT}_auto_loc", f"{JOINT}_auto_tril"
@@ -154,33 +153,6 @@ class AutoLatentGaussian(ConjugateGuide):
         if known and self.structure_at(arguments).blocks != self.structure.blocks:
             self._structure, known = None, False
         return super().prepare(arguments) and known
-
-    def check_data(self, arguments: Arguments) -> None:
-        """Set the guide up for a fit to these arguments, or raise if a set-up with them
-        would fail.
-
-        :param arguments: the model's arguments; :meth:`valid` checks the values of
-            traced arguments.
-        :raises ValueError: for missing observations, and for codes outside of a plate.
-        :raises NotConjugateError: if observations depend on several groups.
-        """
-        if not self.prepare(arguments) or is_traced(arguments):
-            return
-        program = from_cache(
-            self._checks, arguments.shapes, lambda: jit_for_few_runs(self._codes)
-        )
-        program(arguments).check()
-
-    def valid(self, arguments: Arguments) -> Array:
-        return self._codes(arguments).valid
-
-    def _codes(self, arguments: Arguments) -> Codes:
-        structure: Any = self.structure_at(arguments)
-        # Without padding, because a batch that is passed in is shorter than its plate.
-        return self.seen(JointView(structure, self.model, arguments, {}, fixed_key()))
-
-    def seen(self, view: Any) -> Codes:
-        return Codes.of_fit(view)
 
     @property
     def _prior(self) -> Any:

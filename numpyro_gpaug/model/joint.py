@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The joint view of a model at fixed params, with all of its Gaussian latents together,
-and checks of the codes by which data index these."""
+"""The joint view of a model at fixed params, with all of its Gaussian latents
+together."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator
 from functools import cached_property, partial
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +22,7 @@ from numpyro_gpaug.gaussians.pairs import PairedMap
 from numpyro_gpaug.gp.conditional import Conditional, Outputs
 from numpyro_gpaug.gp.markov import MarkovConditional
 from numpyro_gpaug.likelihoods.expectations import Route
-from numpyro_gpaug.math.arrays import STATIC
-from numpyro_gpaug.model.affine import ROUNDING, Predictors, check_groups
+from numpyro_gpaug.model.affine import Predictors
 from numpyro_gpaug.model.expectation import (
     Concatenated,
     ExpectedLogLikelihood,
@@ -39,7 +37,7 @@ from numpyro_gpaug.model.frontier import (
 from numpyro_gpaug.model.gaussians import Field, field
 from numpyro_gpaug.model.latents import JOINT, Grouping
 from numpyro_gpaug.model.links import Chained, Declared, Loop, loops
-from numpyro_gpaug.model.program import Gather, Program, program_of_others
+from numpyro_gpaug.model.program import Gather, Program, program_of_sites
 from numpyro_gpaug.model.structure import Observed, Trace, run_model
 from numpyro_gpaug.model.view import View
 from numpyro_gpaug.model.whitened import Parts, parts_of, whitened
@@ -552,32 +550,16 @@ class JointView(View):
         return self._flat(self._program.run(list(self._density.roots), known))
 
     @property
-    def unobserved(self) -> list[str]:
-        """Names of the sites that were observed in the fit and are not observed at
-        these arguments."""
-        names = [site.name for site in self.structure.observed]
-        _ = self._program
-        return [name for name in names if name not in self._shown]
-
-    @property
     def misfit(self) -> Array:
-        """The error of assuming that every datum depends on one group; zero if a matrix
-        is used, which needs no assumption."""
         if self.structure.form.any_rows:
-            return jnp.zeros((), self.structure.dtype)
+            return super().misfit
         return self.predictors.misfit(self.pairs)
 
     def gathers(self) -> list[tuple[Gather, tuple[Array, Array, Array]]]:
-        """Return the indexed latents and hyperparameters, with the range of the
-        indices."""
-        found = list(self._program.reached())
-        known = dict(self.structure.shapes)
-        known |= {k: jnp.shape(x) for k, x in self.values.items() if k in known}
-        others = {k: known[k] for k in self.structure.others}
+        found, others = super().gathers(), self._shapes_of_others
         if any(others.values()):
             given = self._model, self.arguments, others, self.values
-            program = program_of_others(*given, self.structure.dtype)
-            found += list(program.reached())
+            found += program_of_sites(*given, self.structure.dtype).reached()
         return found
 
 
@@ -586,63 +568,3 @@ class ProjectedView(JointView):
     Kernel matrices are computed once for all results."""
 
     _projected = True
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Codes:
-    """The dependence of data on latents by codes, computed once by a program.
-
-    :param extremes: results of :meth:`~numpyro_gpaug.model.program.Gather.extremes` for
-        all gathers.
-    :param misfit: see :attr:`~numpyro_gpaug.model.joint.JointView.misfit`.
-    :param gathers: the indexed latents.
-    """
-
-    extremes: tuple[tuple[Array, Array, Array], ...]
-    misfit: Array
-    gathers: tuple[Gather, ...] = dataclasses.field(metadata=STATIC)
-
-    @classmethod
-    def of_fit(cls, view: JointView) -> Self:
-        """Return the codes of a model at the arguments of a fit.
-
-        :raises ValueError: for observations that are missing.
-        """
-        if missing := view.unobserved:
-            raise ValueError(
-                f"{missing} are not observed by these arguments, but were when the "
-                "guide was set up. Pass the observations to init or run"
-            )
-        return cls.of(view, jnp.asarray(view.misfit))
-
-    @classmethod
-    def of(cls, view: JointView, misfit: Array) -> Self:
-        """Return the codes of a model at the arguments of its view."""
-        found = view.gathers()
-        gathers = tuple(g._replace(indices=None, raw=(), kept=None) for g, _ in found)
-        return cls(tuple(extremes for _, extremes in found), misfit, gathers)
-
-    @property
-    def valid(self) -> Array:
-        """Whether :meth:`check` does not raise; may be traced."""
-        found = [self.misfit < ROUNDING]
-        pairs = zip(self.gathers, self.extremes, strict=True)
-        for gather, (lows, highs, least) in pairs:
-            inside = (lows >= 0) & (highs < np.array(gather.sizes))
-            found += [inside.all(), least >= 0]
-        return jnp.stack(found).all()
-
-    def check(self, what: str = "data", cure: str = "") -> None:
-        """Raise for codes without a member, and for data that depend on several groups.
-
-        :param what: the name of the data in the message.
-        :param cure: what to do about codes without a member.
-        :raises ValueError: naming the indexed latent.
-        :raises NotConjugateError: if data depend on several groups.
-        """
-        found = jax.device_get(self.extremes)
-        for gather, extremes in zip(self.gathers, found, strict=True):
-            if wrong := gather.bad(extremes):
-                raise ValueError(wrong + cure)
-        check_groups(self.misfit, what)

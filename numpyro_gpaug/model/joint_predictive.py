@@ -244,26 +244,19 @@ class JointPredictiveView(JointView):
         return self
 
     def misfits_of(self, name: str) -> tuple[Array, Array]:
-        """Return how far a site's predictors are from depending on one group each, as
-        two numbers. The first is for predictors that must: it is zero if a dense matrix
-        is used. The second is for all predictors: it is infinite if a dense matrix is
-        as fast.
-
-        :param name: the name of the site.
-        """
-        zero = jnp.zeros((), self.structure.dtype)
+        dense = super().misfits_of(name)
         if self.structure.form.any_rows:
-            return zero, zero + jnp.inf
+            return dense
         known = {s.name: s for s in self.structure.observed}
         if name in known:
             found = [self._affine([root]) for root in self._of_site(known[name])]
         else:
             found = [self.affine(name)]
         if not any(each.large for each in found):
-            return zero, zero + jnp.inf
+            return dense
         any_pairs = getattr(self.structure.form, "any_pairs", False)
         worst = jnp.stack([each.misfit(any_pairs=any_pairs) for each in found]).max()
-        return worst if any(each.many for each in found) else zero, worst
+        return worst if any(each.many for each in found) else dense[0], worst
 
     def _variable(self, name: str) -> Any:
         """Return the variable of a site's values. For an observed site it is the

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 
 from numpyro_gpaug.math.compiling import ahead
 from numpyro_gpaug.model.columns import Labels
-from numpyro_gpaug.model.joint import JointView
 from numpyro_gpaug.model.latents import Structure
+from numpyro_gpaug.model.view import View
 
 
 def labelled_axes(
-    view: Callable[[Any], JointView], given: Any, names: list[str], labels: Labels
+    view: Callable[[Any], View], given: Any, names: list[str], labels: Labels
 ) -> dict[str, tuple[str, ...]]:
     """Return, by site, the argument with labels that indexes each axis; empty for an
     axis that none index, or several with different labels.

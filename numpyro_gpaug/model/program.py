@@ -229,26 +229,28 @@ def check_indices(program: Program) -> None:
             )
 
 
-def program_of_others(
+def program_of_sites(
     model: Callable[..., Any],
     arguments: Arguments,
     shapes: dict[str, tuple[int, ...]],
     values: dict[str, Any],
     dtype: Any,
 ) -> Program:
-    """Return the program of a model as a function of its latents that are not Gaussian.
+    """Return the program of a model as a function of values of some sites, for the
+    indices that it applies to them.
 
     :param model: the model.
     :param arguments: its arguments.
-    :param shapes: shapes of these latents, by name; scalars are left out.
-    :param values: values of params, by name.
-    :param dtype: the dtype of the latents.
+    :param shapes: shapes of these values, by name; scalars are left out.
+    :param values: values of other sites and params, by name.
+    :param dtype: the dtype of the values of these sites.
+    :return: the program of the values of observed sites, by name.
     """
     arrays = {k: jax.ShapeDtypeStruct(s, dtype) for k, s in shapes.items() if s}
 
-    def sites(given: dict[str, Array]) -> list[Any]:
+    def observed(given: dict[str, Array]) -> dict[str, Any]:
         at = {**values, **given}
         trace = run_model(model, arguments, jax.random.key(0), at)
-        return [site["value"] for site in trace.values() if site["type"] == "sample"]
+        return {k: s["value"] for k, s in trace.items() if s.get("is_observed")}
 
-    return Program(sites, arrays)
+    return Program(observed, arrays)

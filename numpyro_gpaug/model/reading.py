@@ -49,7 +49,7 @@ from numpyro_gpaug.model.pitfalls import (
     refuse_moving_support,
     warn_of_members,
 )
-from numpyro_gpaug.model.program import Program, check_indices, program_of_others
+from numpyro_gpaug.model.program import Program, check_indices
 from numpyro_gpaug.model.structure import (
     Observed,
     fixed_key,
@@ -438,9 +438,7 @@ def _read(
     names = {s.name for s in sites}
     others = {k: survey.shapes[k] for k in survey.latent if k not in names}
     refuse_moving_support(survey)
-    if any(others.values()):
-        given = survey.model, survey.arguments, others
-        check_indices(program_of_others(*given, {}, survey.dtype))
+    survey.check_codes(others)
     return Structure(
         blocks=(),
         others=tuple(n for n in survey.latent if n not in names),

@@ -23,6 +23,7 @@ from numpyro_gpaug.model.gaussians import field, whitening
 from numpyro_gpaug.model.latents import GaussianSite
 from numpyro_gpaug.model.observations import unobserved_error
 from numpyro_gpaug.model.plates import trace_plates, with_whole_sizes
+from numpyro_gpaug.model.program import check_indices, program_of_sites
 from numpyro_gpaug.model.structure import Block, Trace, is_improper, run_model
 
 IMPROPER = (
@@ -115,6 +116,15 @@ class Survey:
                     "model its values (obs=...). Otherwise sum it out (a mixture "
                     "likelihood), or sample the model by MCMC"
                 )
+
+    def check_codes(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        """Raise for codes that are outside of the sites that they index.
+
+        :param shapes: shapes of the sites, latents or function values, by name.
+        """
+        if any(shapes.values()):
+            given = self.model, self.arguments, shapes
+            check_indices(program_of_sites(*given, {}, self.dtype))
 
     def _is_data(self, site: dict[str, Any]) -> bool:
         return site.get("is_observed", False) or site["name"] in self._data

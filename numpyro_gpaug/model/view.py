@@ -1,24 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Views of a model at fixed params and other latents; the view by its Gaussian
-blocks."""
+"""Views of a model at fixed params and other latents, and the codes by which data
+index its latents; the view by its Gaussian blocks."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, random
 
 from numpyro_gpaug.gaussians.base import Marginals
 from numpyro_gpaug.gaussians.dense import AffineBlocks, AffineMap, Prior
 from numpyro_gpaug.gp.conditional import Conditional
 from numpyro_gpaug.likelihoods.expectations import Route, base_distribution
+from numpyro_gpaug.math.arrays import STATIC
 from numpyro_gpaug.math.fingerprints import checksums
 from numpyro_gpaug.math.linalg import safe_sqrt
 from numpyro_gpaug.math.quadrature import gauss_hermite
+from numpyro_gpaug.model.affine import ROUNDING, check_groups
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.expectation import (
     ExpectedLogLikelihood,
@@ -27,8 +31,14 @@ from numpyro_gpaug.model.expectation import (
     scaled_sum,
 )
 from numpyro_gpaug.model.latents import Structure
-from numpyro_gpaug.model.observations import check_shape
-from numpyro_gpaug.model.structure import Block, Observed, Trace, run_model
+from numpyro_gpaug.model.observations import check_shape, unobserved_error
+from numpyro_gpaug.model.program import Gather, Program, program_of_sites
+from numpyro_gpaug.model.structure import (
+    Block,
+    Observed,
+    Trace,
+    run_model,
+)
 
 NUM_NODES = 32
 
@@ -56,6 +66,54 @@ class View:
         self._model, self.arguments = model, arguments
         self.values, self._key = values, key
 
+    @cached_property
+    def _program(self) -> Program:
+        """The program of observed values, given weights, function values and other
+        latents."""
+        structure, shapes = self.structure, self._shapes_of_others
+        shapes |= {block.site: block.shape for block in structure.weights}
+        shapes |= {name: f.shape for name, f in structure.functions.items()}
+        given = self._model, self.arguments, shapes, self.values
+        found = program_of_sites(*given, jnp.result_type(float))
+        self._shown = set(found.outputs)
+        return found
+
+    @property
+    def _shapes_of_others(self) -> dict[str, tuple[int, ...]]:
+        known = dict(self.structure.shapes)
+        known |= {k: jnp.shape(x) for k, x in self.values.items() if k in known}
+        return {k: known[k] for k in self.structure.others}
+
+    def gathers(self) -> list[tuple[Gather, tuple[Array, Array, Array]]]:
+        """Return the indexed latents and hyperparameters, with the range of the
+        indices."""
+        return self._program.reached()
+
+    @property
+    def unobserved(self) -> list[str]:
+        """Names of the sites that were observed in the fit and are not observed at
+        these arguments."""
+        names = [site.name for site in self.structure.observed]
+        _ = self._program
+        return [name for name in names if name not in self._shown]
+
+    @property
+    def misfit(self) -> Array:
+        """The error of assuming that every datum depends on one group; zero without
+        this assumption."""
+        return jnp.zeros((), self.structure.dtype)
+
+    def misfits_of(self, name: str) -> tuple[Array, Array]:
+        """Return how far a site's predictors are from depending on one group each, as
+        two numbers. The first is for predictors that must: it is zero if a dense matrix
+        is used. The second is for all predictors: it is infinite if a dense matrix is
+        as fast.
+
+        :param name: the name of the site.
+        """
+        zero = jnp.zeros((), self.structure.dtype)
+        return zero, zero + jnp.inf
+
     def selected(self) -> dict[str, Array | None]:
         """Return the latents that each process was called for; ``None`` for all."""
         return {}
@@ -67,6 +125,63 @@ class View:
     def block_scale(self, block: Block) -> Any:
         """Return the factor of a block's KL divergence."""
         return 1
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Codes:
+    """The dependence of data on latents by codes, computed once by a program.
+
+    :param extremes: results of :meth:`~numpyro_gpaug.model.program.Gather.extremes` for
+        all gathers.
+    :param misfit: see :attr:`~numpyro_gpaug.model.view.View.misfit`.
+    :param gathers: the indexed latents.
+    """
+
+    extremes: tuple[tuple[Array, Array, Array], ...]
+    misfit: Array
+    gathers: tuple[Gather, ...] = dataclasses.field(metadata=STATIC)
+
+    @classmethod
+    def of_fit(cls, view: View) -> Self:
+        """Return the codes of a model at the arguments of a fit.
+
+        :raises ValueError: for observations that are missing.
+        """
+        if missing := view.unobserved:
+            raise unobserved_error(missing)
+        return cls.of(view, jnp.asarray(view.misfit))
+
+    @classmethod
+    def of(cls, view: View, misfit: Array) -> Self:
+        """Return the codes of a model at the arguments of its view."""
+        found = view.gathers()
+        gathers = tuple(g._replace(indices=None, raw=(), kept=None) for g, _ in found)
+        return cls(tuple(extremes for _, extremes in found), misfit, gathers)
+
+    @property
+    def valid(self) -> Array:
+        """Whether :meth:`check` does not raise; may be traced."""
+        found = [self.misfit < ROUNDING]
+        pairs = zip(self.gathers, self.extremes, strict=True)
+        for gather, (lows, highs, least) in pairs:
+            inside = (lows >= 0) & (highs < np.array(gather.sizes))
+            found += [inside.all(), least >= 0]
+        return jnp.stack(found).all()
+
+    def check(self, what: str = "data", cure: str = "") -> None:
+        """Raise for codes without a member, and for data that depend on several groups.
+
+        :param what: the name of the data in the message.
+        :param cure: what to do about codes without a member.
+        :raises ValueError: naming the indexed latent.
+        :raises NotConjugateError: if data depend on several groups.
+        """
+        found = jax.device_get(self.extremes)
+        for gather, extremes in zip(self.gathers, found, strict=True):
+            if wrong := gather.bad(extremes):
+                raise ValueError(wrong + cure)
+        check_groups(self.misfit, what)
 
 
 class _Run(NamedTuple):

@@ -31,13 +31,12 @@ from numpyro_gpaug.likelihoods.expectations import (
 from numpyro_gpaug.model.arguments import Arguments, Model
 from numpyro_gpaug.model.expectation import of_site, scaled_sum
 from numpyro_gpaug.model.inspect import structure_at
-from numpyro_gpaug.model.joint import Codes
 from numpyro_gpaug.model.joint_predictive import JointPredictiveView
 from numpyro_gpaug.model.latents import JOINT, Structure
 from numpyro_gpaug.model.left_out import LeftOut
 from numpyro_gpaug.model.observations import check_shape
 from numpyro_gpaug.model.structure import Observed, Trace, run_model
-from numpyro_gpaug.model.view import ModelView
+from numpyro_gpaug.model.view import Codes, ModelView
 from numpyro_gpaug.model.whitened import whitened
 from numpyro_gpaug.predict.added_rows import joint_draws
 from numpyro_gpaug.predict.averages import Of, in_chunks, over_rows, pairs
@@ -88,14 +87,15 @@ class Answers:
         found = [s for s in sites if s.route is not Route.CONSTANT]
         return one_of(found, site, "observed site")
 
-    def checks(self, view: Any, site: str) -> tuple[Codes | None, Any, Any]:
+    def checks(self, view: Any, site: str) -> tuple[Codes, Any, Any]:
         """Return the codes and the marks of the model at new inputs, and how far
         predictors are from depending on one group each.
 
         :param view: the model at new inputs.
         :param site: the site to predict.
         """
-        return None, self.marks(view), jnp.ones(())
+        needed, whole = view.misfits_of(site)
+        return Codes.of(view, needed), self.marks(view), whole
 
     def marks(self, view: Any) -> dict[str, Array]:
         """Return checksums of the priors on which predictions depend."""
@@ -268,10 +268,6 @@ class JointAnswers(Answers):
 
     def other_sites(self) -> str:
         return "predict_f(..., site=...) predicts deterministic sites"
-
-    def checks(self, view: Any, site: str) -> tuple[Codes | None, Any, Any]:
-        needed, whole = view.misfits_of(site)
-        return Codes.of(view, needed), view.marks(), whole
 
     def named(self, site: str | None) -> str:
         """Return the name of the site to predict: a process, a deterministic or a

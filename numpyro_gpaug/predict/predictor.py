@@ -323,8 +323,6 @@ class Predictor:
         :param fitted: the fitted quantities.
         :param labels: labels by argument.
         """
-        if not self.structure.joint:
-            return {}
 
         def view(arguments: Arguments) -> Any:
             return self._view(arguments, fitted.first)
@@ -367,13 +365,12 @@ class Predictor:
             depends on one group.
         """
         codes, here, whole = self._checks(arguments, fitted.first, site)
-        if codes is not None:
-            codes.check(
-                f"values of {site!r}",
-                ". A new group needs a plate with more members, and a step beyond the "
-                "last one a longer series. Make the size a keyword argument of the "
-                "model, and pass it here",
-            )
+        codes.check(
+            f"values of {site!r}",
+            ". A new group needs a plate with more members, and a step beyond the last "
+            "one a longer series. Make the size a keyword argument of the model, and "
+            "pass it here",
+        )
         if (name := differing(here, marks)) is not None:
             if arguments.static[-1] is not None:
                 # The error may depend on the rows.
@@ -392,7 +389,7 @@ class Predictor:
         given = jax.lax.stop_gradient((arguments, fitted.first))
         codes, here, _ = self._checks(*given, site)
         same = [_same(here[k], marks[k], jnp) for k in here.keys() & marks.keys()]
-        return jnp.stack([*same, True if codes is None else codes.valid]).all()
+        return jnp.stack([*same, codes.valid]).all()
 
     def _checks(self, arguments: Arguments, fitted: Fitted, site: str) -> Any:
         def checks(arguments: Arguments, fitted: Fitted) -> Any:

@@ -29,9 +29,8 @@ from numpyro_gpaug.infer.vi.state import unknown_bound
 from numpyro_gpaug.infer.vi.stepper import Stepper
 from numpyro_gpaug.math.sharding import ROWS
 from numpyro_gpaug.model.arguments import Arguments
-from numpyro_gpaug.model.joint import Codes
 from numpyro_gpaug.model.responses import in_lanes
-from numpyro_gpaug.model.view import NUM_NODES
+from numpyro_gpaug.model.view import NUM_NODES, Codes
 from numpyro_gpaug.predict.many import CONVERGED, Fits
 from numpyro_gpaug.predict.mixture import Fitted
 from numpyro_gpaug.predict.predictor import Predictor
@@ -62,7 +61,7 @@ class Fit(NamedTuple):
     steps: Array
     lost: Array
     valid: dict[tuple[str, str], Array]
-    codes: Codes | None
+    codes: Codes
 
 
 def fit_lanes(
@@ -178,10 +177,8 @@ def found(fit: Fit, num_steps: int, size: int) -> Fits:
     return Fits(fit.fitted, sites, cut(fit.bound), steps, verdicts, size)
 
 
-def _misfits(codes: Codes | None) -> Any:
+def _misfits(codes: Codes) -> Any:
     """Yield the responses whose codes do not fit the latents, and why."""
-    if codes is None:
-        return
     known = jax.device_get(codes)
     for i in range(len(known.misfit)):
         try:

@@ -32,7 +32,6 @@ from numpyro_gpaug.infer.vi.state import ConjugateState, Hyper, unknown_bound
 from numpyro_gpaug.likelihoods.expectations import base_distribution
 from numpyro_gpaug.math.sharding import latents_on_devices
 from numpyro_gpaug.model.arguments import Arguments, Model, Values
-from numpyro_gpaug.model.joint import Codes
 from numpyro_gpaug.model.latents import Structure
 from numpyro_gpaug.model.observations import (
     at_prior,
@@ -43,6 +42,7 @@ from numpyro_gpaug.model.observations import (
 from numpyro_gpaug.model.reading import IN_DENSITY
 from numpyro_gpaug.model.structure import Trace
 from numpyro_gpaug.model.validation import check_param
+from numpyro_gpaug.model.view import Codes
 
 
 def initial_state(
@@ -85,7 +85,7 @@ def initial_state(
     }
     view = guide.view(structure, model, arguments, {**params, **others}, model_key)
     # A batch is checked without padding.
-    seen = guide.seen(view) if batch is None else None
+    seen = Codes.of_fit(view) if batch is None else None
     natural = latents_on_devices(guide.start_at(given, trace, view))
     state = _state(settings, structure, guide, params, natural, key)
     state = state._replace(epochs=first_epochs(structure, passed))
