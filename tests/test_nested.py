@@ -261,6 +261,24 @@ def nested(model, *args, key=0, data=None, **options):
     return found
 
 
+def test_durations_that_begin_with_a_later_entry():
+    """The factor of the entries is convex: alone it has no optimum."""
+    entry, time = np.array([0.2, 1.0, 0.7]), np.array([0.9, 1.2, 3.0])
+
+    def durations(entry, time):
+        level = numpyro.sample("level", dist.Normal(0, 2))
+        rate = jnp.exp(level) * jnp.ones(3)
+        numpyro.factor("entry", (rate * entry).sum())
+        with numpyro.plate("data", 3):
+            numpyro.sample("time", dist.Exponential(rate), obs=time)
+
+    fields = nested(durations, entry, time).get_extra_fields()
+    level = np.linspace(-9, 9, 1801)
+    logs = 3 * level - np.exp(level) * (time - entry).sum()
+    expected = special.logsumexp(logs + stats.norm(0, 2).logpdf(level)) + np.log(0.01)
+    np.testing.assert_allclose(fields["log_evidence"], expected, atol=0.02)
+
+
 @pytest.fixture(scope="module")
 def of_normal():
     return nested(noisy, GROUP, REAL)

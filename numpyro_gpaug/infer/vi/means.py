@@ -287,20 +287,21 @@ def by_rows(problem: LatentGaussian, name: str) -> GaussianFactors:
         step = jnp.clip(step, -FAR, FAR)
         good = jnp.isfinite(step) & jnp.isfinite(variance)
         step, variance = jnp.where(good, step, 0), jnp.where(good, variance, before)
-        largest = jnp.max(jnp.square(step) / variance, initial=0)
-        return number + 1, mean + step, variance, largest
+        return number + 1, mean + step, variance, jnp.square(step) > NEAR**2 * variance
 
     def going(carry: Any) -> Array:
-        number, _, _, largest = carry
-        return (number < ALONE) & (largest > NEAR**2)
+        number, _, _, moves = carry
+        return (number < ALONE) & moves.any()
 
-    infinite = jnp.full((), jnp.inf, map_.offset.dtype)
-    start = jnp.int32(0), map_.offset, jnp.ones_like(map_.offset), infinite
-    _, mean, variance, _ = lax.while_loop(going, update, start)
+    ones = jnp.ones_like(map_.offset)
+    start = jnp.int32(0), map_.offset, ones, ones > 0
+    _, mean, variance, moves = lax.while_loop(going, update, start)
     slopes = slopes_at(mean, variance)
     precision = jnp.maximum(-2 * slopes.variance, 0)
     found = slopes.mean + precision * mean, precision
+    # A convex term has no optimum alone, such as a factor for entries at a later time.
     good = jnp.isfinite(found[0]) & jnp.isfinite(precision)
+    good &= ~(moves & (slopes.variance > 0))
     return GaussianFactors(
         jnp.where(good, found[0], map_.offset), jnp.where(good, precision, 1)
     )
