@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows added, of no weight: the same fits, from programs that similar data share."""
 
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -176,6 +176,21 @@ def test_data_of_similar_size_share_programs_and_give_what_each_gives_alone(
     np.testing.assert_allclose(found.losses[-1], losses[-1], rtol=2e-5)
     for name, value in params.items():
         np.testing.assert_allclose(found.params[name], value, rtol=2e-3, atol=2e-3)
+
+
+def test_fits_of_a_guide_share_programs() -> None:
+    model = partial(centred_outside)
+    guide = gpaug.AutoSparseGP(model)
+    first = used(model, lambda _: guide, "lbfgs")
+    before, found = compilations(first), fitted(gpaug.ConjugateSVI(model, guide), 13)
+    assert compilations(first) == before
+    np.testing.assert_array_equal(found.losses, fitted(first, 13).losses)
+    for other in (
+        gpaug.ConjugateSVI(model, guide, updates="exact"),
+        gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model)),
+        gpaug.ConjugateSVI(partial(centred_outside), guide),
+    ):
+        assert other._programs is not first._programs
 
 
 def compilations(svi):

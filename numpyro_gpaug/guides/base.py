@@ -93,8 +93,10 @@ class ProcessGuide(Displayed):
         # Programs that compute initial values and supports, by shapes of arguments.
         self._others: dict[Any, Callable[..., Any]] = {}
         self._supports_move = False
-        # Compiled predictions by model, which serve all params.
+        # Compiled predictions by model, which serve all params; and the compiled
+        # functions of fits, each with what they were compiled for.
         self.predictors: dict[Any, Any] = {}
+        self.programs: list[tuple[Any, Any]] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Values:
         """Draw every latent.

@@ -236,7 +236,7 @@ class AutoLatentGaussian(ConjugateGuide):
 
         found = jit_for_few_runs(projection)(arguments, values)
         self._structure = self.structure.turned(np.asarray(found))
-        self._sizes, self._checks = {}, {}
+        self._sizes, self._checks, self.programs = {}, {}, []
         return True
 
     @precise

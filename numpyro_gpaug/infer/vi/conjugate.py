@@ -63,6 +63,8 @@ _UNPICKLED = (
     "from, and results can be pickled"
 )
 
+# A guide keeps the compiled functions of so many other fits.
+_MOST_KEPT = 7
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -222,9 +224,12 @@ class ConjugateSVI(RunsModel, NotPickled, instead=_UNPICKLED):
 
     @one_thread
     def _begin(self) -> None:
-        given = self.model, self.guide
-        self._checked = CheckedData(*given, self._mesh)
-        self._programs = Programs(*given, self.settings, self._mesh)
+        given, guide = (self._version, self.settings, self._mesh), self.guide
+        self._checked = CheckedData(self.model, guide, self._mesh)
+        known = [programs for of, programs in guide.programs if of == given]
+        self._programs = known[0] if known else Programs(self.model, guide, *given[1:])
+        kept = [x for x in guide.programs if x[1] is not self._programs]
+        guide.programs = [*kept[-_MOST_KEPT:], (given, self._programs)]
 
     def _read(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, begins: bool = False
