@@ -21,6 +21,7 @@ from numpyro_gpaug.gaussians import Chain as Structure
 from numpyro_gpaug.gaussians import Layout
 from numpyro_gpaug.gaussians.rows import Rows
 from numpyro_gpaug.gp.chain import Chain
+from numpyro_gpaug.gp.kernels._state_space import terms_of
 from numpyro_gpaug.infer.nested.fallback import corrected
 from numpyro_gpaug.math.linalg import precise
 from numpyro_gpaug.model.forms import refuse_large
@@ -352,7 +353,7 @@ def test_noise_behind_means_of_very_short_steps():
         rows = Rows(own, place, none, none, none.astype(int))
         data = structure.information(rows, 10 * y, jnp.full(40, 10.0, t.dtype))
         q = jax.tree.map(jnp.add, prior.natural, data).moments()
-        return prior.centre(q)[0], prior._noise(q.mean)[0].ravel()
+        return prior.white(q)[0], prior._noise(q.mean)[0].ravel()
 
     given = (jnp.asarray(x, jnp.float32) for x in (t, y))
     found, differences = map(np.asarray, jax.jit(white)(*given))
@@ -362,6 +363,37 @@ def test_noise_behind_means_of_very_short_steps():
     largest = np.abs(expected).max()
     np.testing.assert_allclose(found, expected, atol=1e-3 * largest)
     assert np.abs(differences - expected).max() > largest
+
+
+def test_angles_of_waves_have_errors_of_both_signs():
+    """An error of one sign adds up in the derivative by the period."""
+    t = np.float32(np.random.default_rng(0).uniform(0, 500, 10_000))
+    (term,) = terms_of(kernels.Cosine(7.0), jnp.float32)
+    cosine, sine = np.asarray(term.waves(jnp.asarray(t)), float).T
+    angle = 2 * np.pi * np.float64(t) / 7
+    errors = sine * np.cos(angle) - cosine * np.sin(angle)
+    assert abs(errors.mean()) < 1e-8 < errors.std()
+
+
+def test_steps_continue_from_the_means_of_states():
+    """Not from states that are run along the chain again, which drift."""
+
+    def model(t, noise, y=None):
+        level = numpyro.sample("level", dist.Normal(0, 100))
+        f = gpaug.GaussianProcess("f", kernels.Matern52(100.0, 7.0), markov=True)(t)
+        with numpyro.plate("data", len(t)):
+            numpyro.sample("y", dist.Normal(level + f, noise), obs=y)
+
+    rng, t = np.random.default_rng(0), np.arange(1000.0)
+    noise = np.float32(10 ** rng.uniform(-2, 0, 1000))
+    y = np.float32(300 + np.sin(t / 9) + noise * rng.normal(size=1000))
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
+    with pytest.warns(UserWarning, match="rounding"):
+        fit = svi.run(jax.random.key(0), 4, t, noise, y, progress_bar=False)
+    covariance = kernels.Matern52(100.0, 7.0)(t[:, None], t[:, None])
+    covariance = np.float64(covariance) + 1e4 + np.diag(np.float64(noise) ** 2)
+    evidence = scipy.stats.multivariate_normal(np.zeros(1000), covariance).logpdf(y)
+    assert abs(evidence + fit.losses[-1]) < 0.5
 
 
 def test_an_evaluation_takes_transitions_from_the_model():

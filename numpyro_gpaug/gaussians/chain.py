@@ -269,9 +269,9 @@ class ChainNatural(NamedTuple):
     :param links: A, the transition matrices to each step, (1, chains, steps, R, R);
         zero at a chain's start. Whiteners of the noise and units may follow, as in
         :func:`~numpyro_gpaug.math.recurrences.split`.
-    :param centre: (1, G R + K). If the noise of steps has covariances of its own, it is
-        given by the standard normal numbers behind the steps: the steps do not have
-        enough digits to find these.
+    :param centre: latents, (1, G R + K). If the noise of steps has covariances of its
+        own, (1, 2, G R + K): also the standard normal numbers behind the steps, which
+        the steps do not have enough digits to find.
     """
 
     potential: Array
@@ -301,10 +301,10 @@ class ChainNatural(NamedTuple):
         else:
             gain, kept = _correlated(links, whitener, so_far)
         own, _ = layout.split(self.potential)
-        centre, others = layout.split(self.centre)
+        centre, others = layout.split(self.origin)
         if whitener is not None:
             # Steps are accurate where their deviations from the centre are not.
-            own += jnp.matvec(self.groups, layout.split(self.origin)[0])
+            own += jnp.matvec(self.groups, centre)
             centre = jnp.zeros_like(centre)
         columns = jnp.concatenate([own[0][..., None], self.border[0]], -1)
         columns = _ahead(gain, columns.reshape(*along, -1))
@@ -362,25 +362,20 @@ class ChainNatural(NamedTuple):
         corner -= linalg.sum_of_products(own.reshape(-1, 1), steps)
         if whitener is not None:
             # The pull of the prior on the steps.
-            white, _ = self.layout.split(self.centre)
+            white, _ = self.layout.split(self.centre[:, 1])
             corner += linalg.sum_of_products(white.reshape(-1, 1), noise)
         return self.corner[0] + (total + total.T) / 2, corner
 
     @property
     def origin(self) -> Array:
         """The latents at the centre, (1, G R + K)."""
-        if split(self.links)[1] is None:
-            return self.centre
-        white, corner = self.layout.split(self.centre)
-        links = self.links[0]
-        steps = linked_along(links, white.reshape(*links.shape[:3], 1))
-        return self.layout.joined(steps.reshape(white.shape), corner)
+        return self.centre if split(self.links)[1] is None else self.centre[:, 0]
 
     def centred(self, centre: Array) -> ChainNatural:
         """Return the same with its centre at its means."""
-        found = self._replace(potential=jnp.zeros_like(centre), centre=centre)
+        found = self._replace(centre=centre)
         if split(self.links)[1] is None:
-            return found
+            return found._replace(potential=jnp.zeros_like(self.potential))
         # The potentials of steps and of others have the same rounding errors.
         moved = found.origin - self.origin
         return found._replace(potential=self.potential - self.times(moved))
@@ -438,8 +433,8 @@ class ChainPrior:
 
     def natural_at(self, centre: Array) -> ChainNatural:
         """Return the natural parameters with a centre, as :class:`ChainNatural` has."""
-        steps, corner = self.structure.layout.split(centre)
         if self.structure.correlated:
+            steps, corner = self.structure.layout.split(centre[:, 0])
             pull = self.structure.layout.joined(jnp.zeros_like(steps), corner)
         else:
             pull = self.pull(centre)
@@ -460,13 +455,17 @@ class ChainPrior:
         ratio = ratio.reshape(1, layout.groups, layout.each)
         steps, corner = layout.split(q.potential)
         known, rest = layout.split(q.origin)
+        # The standard normal numbers of the centre stay, and its latents move.
+        white, _ = layout.split(q.centre[:, 1])
+        along = linked_along(self.links, white.reshape(*links.shape[1:4], 1))
+        latents = layout.joined(along.reshape(white.shape), rest)
         found = ChainNatural(
             layout.joined(ratio * steps, corner),
             ratio[..., :, None] * q.groups * ratio[..., None, :],
-            ratio[..., None] * q.border, q.corner, links, q.centre,
+            ratio[..., None] * q.border, q.corner, links,
+            q.centre.at[:, 0].set(latents),
         )  # fmt: skip
-        # The standard normal numbers of the centre stay, and its latents move.
-        moved = found.origin - layout.joined(known / ratio, rest)
+        moved = latents - layout.joined(known / ratio, rest)
         return found._replace(potential=found.potential - found.times(moved))
 
     def divergence(self, q: ChainMoments) -> Array:
@@ -537,9 +536,17 @@ class ChainPrior:
         return jnp.concatenate([white.reshape(-1, len(noise)), corner]).T
 
     def centre(self, q: ChainMoments) -> Array:
-        """Return the means, (1, G R + K), as a centre of natural parameters. Standard
-        normal numbers are computed without the small difference between a step and its
-        prediction from the step before."""
+        """Return the means as a centre of natural parameters; see
+        :class:`ChainNatural`."""
+        if q.kept is None:
+            return q.mean
+        return jnp.stack([q.mean, self.white(q)], 1)
+
+    def white(self, q: ChainMoments) -> Array:
+        """Return the means, (1, G R + K), of the standard normal numbers behind the
+        latents if the noise of steps has covariances of its own, without the small
+        difference between a step and its prediction from the step before; otherwise of
+        the latents."""
         links, whitener = split(self.links)
         if q.kept is None or whitener is None:
             return q.mean
@@ -633,8 +640,10 @@ class Chain(Groups):
         width = 2 * each + 1 if self.correlated else each
         shape = 1, all_steps // steps, steps, each, width
         links = jnp.zeros(shape, potential.dtype)
-        zeros = jnp.zeros_like(potential)
-        return ChainNatural(potential, groups, border, corner, links, zeros)
+        centre = jnp.zeros_like(potential)
+        if self.correlated:
+            centre = jnp.stack([centre, centre], 1)
+        return ChainNatural(potential, groups, border, corner, links, centre)
 
 
 def _by_step(rows: Rows, layout: Layout) -> tuple[Rows, Rows | None]:

@@ -311,8 +311,11 @@ class Term(NamedTuple):
         if not self.factors:
             found *= self._deviation(t.dtype)
         for period in self.periods:
-            # For large times, only the remainder keeps its digits.
-            angle = 2 * math.pi * (jnp.remainder(t, period) / period)
+            # For large times, only the remainder keeps its digits. Angles of both signs
+            # have errors of both signs, which cancel in the derivative by the period.
+            since = jnp.remainder(t, period)
+            since -= jnp.where(since > period / 2, period, 0)
+            angle = 2 * math.pi * (since / period)
             pair = jnp.stack([jnp.cos(angle), jnp.sin(angle)], -1)
             found = (found[..., None] * pair[..., None, :]).reshape(*t.shape, -1)
         return found

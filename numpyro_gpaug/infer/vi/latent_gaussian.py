@@ -449,7 +449,9 @@ class LatentGaussian:
     def place(self, name: str, evaluation: Evaluation) -> Place:
         """Return the point of a block, for :meth:`slopes_between`."""
         at, slopes = evaluation.marginals[name], evaluation.slopes[name]
-        mean = centre_of(self.priors[name], evaluation.moments[name])
+        q = evaluation.moments[name]
+        white = getattr(self.priors[name], "white", None)
+        mean = q.mean if white is None else white(q)
         return Place(mean, at.mean, slopes.mean)
 
     def slopes_between(

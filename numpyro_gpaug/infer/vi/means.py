@@ -230,9 +230,10 @@ def solved(problem: LatentGaussian, natural: Natural) -> tuple[Natural, Evaluati
     for step in problem.corrections(evaluation).values():
         before = evaluation.moments[name].mean
         evaluation, _ = Means(problem, name, evaluation).moved(before + step)
-        mean = evaluation.moments[name].mean
+        q = evaluation.moments[name]
         has_centre = hasattr(found, "centre")
-        found = found.centred(mean) if has_centre else found.moved(mean - before)
+        at = centre_of(prior, q) if has_centre else q.mean - before
+        found = found.centred(at) if has_centre else found.moved(at)
     return {name: found}, evaluation
 
 
