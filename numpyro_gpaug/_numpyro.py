@@ -239,9 +239,7 @@ class PointGuide(AutoDelta):
         :param kwargs: its keyword arguments.
         """
         trace = self._first(self._key, args, kwargs)
-        return {
-            k: (self._whole(trace[k]), trace[k]["fn"].support) for k in self._init_locs
-        }
+        return {k: (_whole(trace, k), trace[k]["fn"].support) for k in self._init_locs}
 
     def _first(self, key: jax.Array, args: Any, kwargs: Any) -> dict[str, Any]:
         """Return the model with latents at their first values."""
@@ -250,16 +248,6 @@ class PointGuide(AutoDelta):
         # Checks of known parameters would compile a program for each operation.
         with block(), numpyro.validation_enabled(is_validate=False):
             return handlers_trace(started).get_trace(*args, **kwargs)
-
-    def _whole(self, site: dict[str, Any]) -> Any:
-        """Return the value of a site, repeated for members that a subsample leaves
-        out."""
-        value, event_dim = site["value"], site["fn"].event_dim
-        for frame in site["cond_indep_stack"]:
-            full_size = self._prototype_frame_full_sizes[frame.name]
-            if full_size != frame.size:
-                value = periodic_repeat(value, full_size, frame.dim - event_dim)
-        return value
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         trace: dict[str, Any] = {}
@@ -283,8 +271,19 @@ class PointGuide(AutoDelta):
             if site["type"] != "sample":
                 continue
             self._prototype_frames |= {x.name: x for x in site["cond_indep_stack"]}
-            self._init_locs[name] = self._whole(site)
+            self._init_locs[name] = _whole(trace, name)
             self._event_dims[name] = site["fn"].event_dim
+
+
+def _whole(trace: dict[str, Any], name: str) -> Any:
+    """Return the value of a site, repeated for members that a subsample leaves out."""
+    site = trace[name]
+    value, event_dim = site["value"], site["fn"].event_dim
+    for frame in site["cond_indep_stack"]:
+        full_size = trace[frame.name]["args"][0]
+        if full_size != frame.size:
+            value = periodic_repeat(value, full_size, frame.dim - event_dim)
+    return value
 
 
 class outside_plates:

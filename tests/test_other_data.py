@@ -37,6 +37,16 @@ def by_weights(X, y=None, *, unit):
         numpyro.sample("y", dist.Laplace(X @ w, 0.5), obs=y)
 
 
+def by_size(X, y=None, *, unit):
+    """The unit is the number of weights, and of members of a plate."""
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([unit]).to_event(1))
+    with numpyro.plate("groups", unit):
+        scale = numpyro.sample("scale", dist.LogNormal(0, 1))
+    with numpyro.plate("data", len(X)):
+        fn = dist.Normal(X[:, :unit] @ w, scale[jnp.arange(len(X)) % unit])
+        numpyro.sample("y", fn, obs=y)
+
+
 @pytest.mark.parametrize(
     ("model", "units", "guide"),
     [
@@ -45,6 +55,8 @@ def by_weights(X, y=None, *, unit):
         (by_argument, (0.0, 3.0), gpaug.AutoSparseGP),
         slow(by_support, (np.float32(2), np.float32(9)), gpaug.AutoLatentGaussian),
         slow(by_weights, (np.float32(0), np.float32(3)), gpaug.AutoSparseGP),
+        (by_size, (1, 2), gpaug.AutoSparseGP),
+        slow(by_size, (1, 2), gpaug.AutoLatentGaussian),
     ],  # fmt: skip
 )
 def test_other_data_start_where_a_new_fit_does(model, units, guide):

@@ -409,8 +409,10 @@ def test_a_guide_of_another_model() -> None:
         gpaug.ConjugateSVI(real, guide).run(KEY, 2, X, X[:, 0], **quiet)
     with pytest.raises(ValueError, match="where site 'z' is missing"):
         gpaug.ConjugateSVI(partial(labels, site="z"), guide).run(KEY, 2, X, y, **quiet)
-    with pytest.raises(ValueError, match="for another number make a new guide"):
-        gpaug.ConjugateSVI(labels, guide).run(KEY, 2, X, y, inducing=4, **quiet)
+    svi = gpaug.ConjugateSVI(labels, guide)
+    state = svi.run(KEY, 2, X, y, **quiet).state
+    with pytest.raises(ValueError, match="the state belongs to latents of another"):
+        svi.run(KEY, 2, X, y, inducing=4, init_state=state, **quiet)
 
 
 def test_cut_points_that_move_with_a_level() -> None:

@@ -155,10 +155,8 @@ class GaussianProcess(Displayed):
                 f"{self.v.shape}, but {num_inducing} inducing inputs call for {shape}. "
                 "Either it is constructed inside a plate (construct it before the "
                 "plate, call it inside), or the inducing inputs changed in number "
-                "since the guide was set up or the fit made (pass them as an argument "
-                "or a param, not as rows of the data; for another number make a new "
-                "guide, which compiles anew: for data that grow, inducing inputs that "
-                "stay, such as a grid, do not)."
+                "since the fit (pass them as an argument or a param, not as rows of "
+                "the data)."
             )
 
     def _start_chain(self, inducing: Array | None, *others: Any) -> None:

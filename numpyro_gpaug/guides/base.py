@@ -265,13 +265,17 @@ class ProcessGuide(Displayed):
         return bool(self._choices == arguments.choices)
 
     def prepare(self, arguments: Arguments) -> bool:
-        """Call ``setup``, unless it is done.
+        """Set the guide up for a fit to these arguments, again if the model has other
+        latents there.
 
         :param arguments: the model's arguments.
-        :return: whether it had been done before.
+        :return: whether it was set up before, and has not read these arguments.
         """
         known = self.is_set_up()
-        if known and not (self.chose(arguments) and self._others_agree(arguments)):
+        chosen = known and self.chose(arguments)
+        if chosen and self.structure_at(arguments).blocks != self.structure.blocks:
+            self._structure, known = None, False
+        elif known and not (chosen and self._others_agree(arguments)):
             self._forget(self._version)
             self.generation, known = self.generation + 1, False
         if not known:

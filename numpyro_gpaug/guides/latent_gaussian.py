@@ -142,18 +142,6 @@ class AutoLatentGaussian(ConjugateGuide):
                 )
         return found
 
-    def prepare(self, arguments: Arguments) -> bool:
-        """Set the guide up for a fit to these arguments, again if the model has other
-        latents there.
-
-        :param arguments: the model's arguments.
-        :return: whether it was set up before, and has not read these arguments.
-        """
-        known = self.is_set_up() and self.chose(arguments)
-        if known and self.structure_at(arguments).blocks != self.structure.blocks:
-            self._structure, known = None, False
-        return super().prepare(arguments) and known
-
     @property
     def _prior(self) -> Any:
         structure = self.structure

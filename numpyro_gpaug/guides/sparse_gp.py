@@ -28,7 +28,7 @@ from numpyro_gpaug.guides.function_posterior import (
 )
 from numpyro_gpaug.math.linalg import precise
 from numpyro_gpaug.model.arguments import Arguments, Model, Values
-from numpyro_gpaug.model.latents import Structure
+from numpyro_gpaug.model.latents import JOINT, Structure
 from numpyro_gpaug.model.reading import warn_of_points
 from numpyro_gpaug.model.structure import Block, Trace, flat_functions, run_model
 from numpyro_gpaug.model.view import prior_of
@@ -304,6 +304,13 @@ def standard(block: Block) -> Prior:
     """Return standard normal priors of the latents of a block, latent axis first."""
     zeros = jnp.zeros(block.shape, block.dtype).reshape(-1, block.shape[-1])
     return Prior(zeros, jnp.ones_like(zeros))
+
+
+def standard_naturals(structure: Structure) -> dict[str, Any]:
+    """Return the natural parameters of standard normal latents, by block."""
+    if structure.joint:
+        return {JOINT: structure.form.standard(structure.dtype)}
+    return {block.name: standard(block).natural for block in structure.blocks}
 
 
 def with_latent_axis(q: Moments) -> Moments:

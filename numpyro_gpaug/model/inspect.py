@@ -323,7 +323,8 @@ def _refuse_residuals(others: tuple[str, ...], processes: list[str]) -> None:
 def structure_at(
     model: Callable[..., Any], structure: Structure, arguments: Arguments
 ) -> Structure:
-    """Return ``structure`` with the plates and shapes of the model at these arguments.
+    """Return ``structure`` with the latents, plates and shapes of the model at these
+    arguments.
 
     :param model: the model.
     :param structure: its structure, from arguments of any size.
@@ -331,15 +332,15 @@ def structure_at(
     :raises ValueError: if it is the structure of another model.
     """
     data = tuple(site.name for site in structure.observed)
-    values = {} if structure.joint else structure.zeros
-    survey = Survey(flat_functions(model), arguments, data, values)
-    if not structure.joint:
-        _check_classes(structure, survey)
-        functions = {k: survey.functions[k] for k in structure.process_names}
-        shapes = tuple(survey.shapes.items())
-        return replace(
-            structure, plates=survey.plates, functions=functions, shapes=shapes
-        )
+    survey = Survey(flat_functions(model), arguments, data)
+    here = (_sites_at if structure.joint else _blocks_at)(structure, survey)
+    shapes = tuple(survey.shapes.items())
+    functions = {k: survey.functions[k] for k in structure.process_names}
+    return replace(here, plates=survey.plates, functions=functions, shapes=shapes)
+
+
+def _sites_at(structure: Structure, survey: Survey) -> Structure:
+    """Return a structure with the jointly Gaussian sites of a survey."""
     local = {s.name: s.local for s in structure.sites}
     shape = {s.name: s.shape for s in survey.candidates}
     shape |= {k: survey.fields[k].shape for k in structure.fields if k in survey.fields}
@@ -351,10 +352,15 @@ def structure_at(
     here = structure.with_sites(sites)
     for grouping in here.groupings:
         _check_members(here, grouping)
-    shapes = tuple(survey.shapes.items())
-    return replace(
-        here, plates=survey.plates, functions=survey.functions, shapes=shapes
-    )
+    return here
+
+
+def _blocks_at(structure: Structure, survey: Survey) -> Structure:
+    """Return a structure with the processes and weight vectors of a survey."""
+    _check_classes(structure, survey)
+    names = {block.name for block in structure.blocks}
+    blocks = tuple(block for block in survey.blocks if block.name in names)
+    return replace(structure, blocks=blocks)
 
 
 def _check_classes(structure: Structure, survey: Survey) -> None:

@@ -51,7 +51,6 @@ class Survey:
     :param model: a NumPyro model.
     :param arguments: its arguments.
     :param data: names of observed sites, where they are not observed.
-    :param values: values of latents; others are drawn.
     """
 
     def __init__(
@@ -59,7 +58,6 @@ class Survey:
         model: Callable[..., Any],
         arguments: Arguments,
         data: tuple[str, ...] = (),
-        values: dict[str, Array] | None = None,
     ) -> None:
         self.model, self.arguments, self._data = model, arguments, data
         self.classes: dict[str, type] = {}
@@ -86,7 +84,7 @@ class Survey:
         def abstract(arrays: tuple[Array, ...]) -> Trace:
             given = Arguments(arrays, arguments.static)
             whole, key = with_whole_sizes(model), jax.random.key(0)
-            trace = run_model(whole, given, key, values or {})
+            trace = run_model(whole, given, key, {})
             self._visit(trace, arrays)
             found = [trace[site.name]["value"] for site in self.candidates]
             dtypes.extend(map(jnp.result_type, found))

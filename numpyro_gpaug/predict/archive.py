@@ -22,7 +22,7 @@ from numpyro_gpaug.gaussians import STRUCTURES
 from numpyro_gpaug.gp.conditional import Conditional
 from numpyro_gpaug.guides import AutoLatentGaussian, AutoSparseGP
 from numpyro_gpaug.guides.base import ProcessGuide
-from numpyro_gpaug.guides.sparse_gp import standard
+from numpyro_gpaug.guides.sparse_gp import standard_naturals
 from numpyro_gpaug.likelihoods.expectations import base_distribution
 from numpyro_gpaug.math.arrays import enable_x64, in_dtype_of
 from numpyro_gpaug.math.compiling import once
@@ -30,7 +30,7 @@ from numpyro_gpaug.math.files import plain, read, refusing, typed, write
 from numpyro_gpaug.math.linalg import precise
 from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.gaussians import whitening
-from numpyro_gpaug.model.latents import JOINT, GaussianSite, Grouping, Structure
+from numpyro_gpaug.model.latents import GaussianSite, Grouping, Structure
 from numpyro_gpaug.model.structure import Block, Leaves, Observed, run_model
 from numpyro_gpaug.predict.arguments import FitArguments, Range
 from numpyro_gpaug.predict.mixture import Fitted, Members
@@ -432,9 +432,7 @@ def _moments(structure: Structure, saved: dict[str, Any]) -> Values:
     """Return moments by block, from their leaves."""
 
     def made() -> dict[str, Any]:
-        if structure.joint:
-            return {JOINT: structure.form.standard(structure.dtype).moments()}
-        return {b.name: standard(b).natural.moments() for b in structure.blocks}
+        return {k: x.moments() for k, x in standard_naturals(structure).items()}
 
     like = jax.eval_shape(made)
     trees = {k: jax.tree.structure(like[k]) for k in saved}

@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from numpyro_gpaug.guides import ConjugateGuide
+from numpyro_gpaug.guides.sparse_gp import standard_naturals
 from numpyro_gpaug.infer.vi.batches import Blocks
 from numpyro_gpaug.infer.vi.feeds import RunArguments
 from numpyro_gpaug.math.arrays import is_traced
@@ -29,7 +30,7 @@ from numpyro_gpaug.model.calls import (
     check_processes,
 )
 from numpyro_gpaug.model.inspect import require_conjugate
-from numpyro_gpaug.model.latents import JOINT, Structure
+from numpyro_gpaug.model.latents import Structure
 from numpyro_gpaug.model.observations import check_observations, check_observed
 from numpyro_gpaug.model.structure import fixed_key, flat_functions, run_model
 from numpyro_gpaug.model.validation import check_arguments
@@ -225,16 +226,14 @@ def check_basis(state: Any, structure: Structure) -> None:
             "the guide changed its basis in a fit whose precision rounding did not "
             "resolve. Start a new run"
         )
-    if not structure.joint:
-        return
-    here: Any = jax.eval_shape(lambda: structure.form.standard(structure.dtype))
-    trees: list[Any] = [jax.tree.structure(x) for x in (here, state.natural[JOINT])]
+    here = jax.eval_shape(lambda: standard_naturals(structure))
+    trees: list[Any] = [jax.tree.structure(x) for x in (here, state.natural)]
     sizes = [[x.shape for x in jax.tree.leaves(y)] for y in (here, state.natural)]
     if trees[0] != trees[1] or sizes[0] != sizes[1]:
         raise ValueError(
             "the state belongs to latents of another structure: the model has another "
-            "graph, mesh or number of groups or times than in the run that made the "
-            "state. Start a new run"
+            "graph, mesh or number of groups, times or inducing inputs than in the run "
+            "that made the state. Start a new run"
         )
 
 
