@@ -65,16 +65,6 @@ class Answers:
         """Return the model with as many times of chains of states as at the fit."""
         return model
 
-    def other_sites(self) -> str:
-        """Explain, for a message, how to predict a site that has no posterior of its
-        own."""
-        return (
-            f"predict_f(..., site=...) predicts the processes "
-            f"{[*self._structure.process_names]}, "
-            "numpyro.infer.Predictive(model, guide=guide, params=result.params, "
-            "num_samples=...) draws every site"
-        )
-
     def named(self, site: str | None) -> str:
         """Return the name of the process to predict; for ``None`` the only one."""
         return one_of(self._structure.processes, site, "Gaussian process").name
@@ -265,9 +255,6 @@ class JointAnswers(Answers):
             for k in structure.process_names
         }
         return handlers.substitute(model, data=times)
-
-    def other_sites(self) -> str:
-        return "predict_f(..., site=...) predicts deterministic sites"
 
     def named(self, site: str | None) -> str:
         """Return the name of the site to predict: a process, a deterministic or a

@@ -374,7 +374,10 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
                 )
             raise KeyError(
                 f"{site!r} is not among the Gaussian latents "
-                f"{[*self._sites, *weights]}; {self._predictor.other_sites()}"
+                f"{[*self._sites, *weights]}. predict_f(..., site=...) predicts the "
+                f"processes {[*self.processes]}, and after AutoLatentGaussian "
+                "deterministic sites; numpyro.infer.Predictive(model, guide=guide, "
+                "params=result.params, num_samples=...) draws every site"
             )
         return weights[site]
 

@@ -80,7 +80,6 @@ class Predictor:
         kind = JointAnswers if structure.joint else Answers
         self._answers = kind(structure, guide.function_posterior)
         self.named, self.observed = self._answers.named, self._answers.observed
-        self.other_sites = self._answers.other_sites
         static = "what", "site", "num", "grouped", "unpadded", "of", "of_nodes"
         self._compiled = jit_for_few_runs(self._answer, static_argnames=static)
         self._prepared = jit_for_few_runs(self._prepare)
