@@ -144,6 +144,8 @@ def test_missing_categories_and_new_ones() -> None:
         read(gaps)
     with pytest.raises(ValueError, match="x has 'south', which is not among"):
         read(np.array(["south"]), {"x": ("north", "east")})
+    with pytest.raises(ValueError, match="x contains categories, and contained numb"):
+        read(TABLE["herd"], {})
 
 
 def test_summaries_have_labels_and_predictions_take_them(tmp_path) -> None:

@@ -72,12 +72,13 @@ class Columns(NamedTuple):
         :param args: its arguments.
         :param kwargs: its keyword arguments.
         :param known: labels of the fit, in predictions: their codes are used, and the
-            columns of tables are found by name.
+            columns of tables are found by name. A category whose labels are not known
+            would have other codes.
         :raises TypeError: for text, dates and durations.
         :raises ValueError: for categories that are missing, or not in the fit, and for
             columns that are missing.
         """
-        known = known or {}
+        predicts, known = known is not None, known or {}
         names = argument_names(model, len(args))[: len(args)]
         names += [f"argument {i}" for i in range(len(names), len(args))]
         if not any(map(is_column, jax.tree.leaves((args, kwargs)))) and not known:
@@ -99,6 +100,11 @@ class Columns(NamedTuple):
                 return _table(name, value, columns)
             found, own = _column(name, value, known.get(name))
             if own is not None:
+                if predicts and name not in known:
+                    raise ValueError(
+                        f"{name} contains categories, and contained numbers in the "
+                        "fit. Pass the same numbers, or fit the categories"
+                    )
                 labels[name] = own
             return found
 

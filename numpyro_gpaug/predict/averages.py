@@ -187,9 +187,8 @@ class AveragesWanted(NamedTuple):
                     f"by={by!r}, and the arguments that were passed are {[*given]}"
                 )
             by = given[by]
-        args, kwargs, new = Columns.read(model, args, kwargs, labels)
-        known = {**new, **(labels or {})}
-        scenarios = _scenarios(model, args, kwargs, kept, at or {}, known)
+        args, kwargs, _ = Columns.read(model, args, kwargs, labels)
+        scenarios = _scenarios(model, args, kwargs, kept, at or {}, labels or {})
         if not (contrast is None or callable(contrast) or contrast in CONTRASTS):
             raise ValueError(
                 f"contrast={contrast!r}: the contrasts are 'difference', 'ratio' and "

@@ -449,7 +449,9 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         intervals of real ones). Latents in the plate of the data belong to new data: an
         effect that data share needs a plate of its own, which they index.
 
-        :param args: the model's arguments at new inputs, without observations.
+        :param args: the model's arguments at new inputs, without observations. Those of
+            another site condition the latents of their rows alone. What they say about
+            groups and processes, which rows share, needs a fit to them.
         :param site: which observed site, if the model has several.
         :param batch_size: rows per block; more if there are very many latents.
         :param kwargs: the model's keyword arguments, where they differ from the fit's.

@@ -241,7 +241,7 @@ class ConjugateSVI(RunsModel, NotPickled, instead=_UNPICKLED):
         :raises ValueError: if fits with different labels may have made them.
         """
         known = {} if begins else {k: max(x) for k, x in self._labels.items()}
-        found = Columns.read(self.model, args, kwargs, known)
+        found = Columns.read(self.model, args, kwargs, known or None)
         for name, labels in found.labels.items():
             seen = self._labels.setdefault(name, set())
             seen.add(labels)
