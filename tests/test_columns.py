@@ -270,3 +270,21 @@ def test_labels_are_those_of_the_members_that_data_index() -> None:
     wrong = "'walk' has 4 members in an order, and 'week' indexes it by 3 labels"
     with pytest.raises(ValueError, match=wrong):
         gpaug.NestedVI(weekly, progress_bar=False).run(KEY, *given)
+
+
+def test_text_without_an_order_is_no_ordinal_response() -> None:
+    def ratings(dose, rating):
+        level = numpyro.sample("level", dist.Normal(0, 1))
+        with numpyro.plate("data", len(dose)):
+            fn = dist.OrderedLogistic(level + dose, jnp.array([-1.0, 1.0]))
+            numpyro.sample("rating", fn, obs=rating)
+
+    names = ["low", "mid", "high"]
+    text = pd.Series(names * 2, dtype="category")
+    nested = gpaug.NestedVI(ratings)
+    svi = gpaug.ConjugateSVI(ratings, gpaug.AutoLatentGaussian(ratings))
+    for run in (nested.run, lambda *args: svi.run(args[0], 1, *args[1:])):
+        with pytest.raises(ValueError, match="'rating' is ordinal.* high, low, mid. P"):
+            run(KEY, TABLE["dose"], text)
+    ordered = pd.Categorical(text, names, ordered=True)
+    svi.run(KEY, 1, TABLE["dose"], ordered, progress_bar=False)

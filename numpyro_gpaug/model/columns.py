@@ -183,6 +183,13 @@ def _categories(value: Any) -> Sequence[Any] | None:
     return None if known is None else list(known)
 
 
+def is_unordered(value: Any) -> bool:
+    """Whether an argument is a column of text categories without an order."""
+    known, dtype = _categories(value), getattr(value, "dtype", None)
+    ordered = getattr(dtype, "ordered", str(dtype).startswith("Enum"))
+    return not ordered and any(isinstance(x, str) for x in known or ())
+
+
 def _missing(value: Any, plain: np.ndarray) -> np.ndarray:
     """Return which entries are missing.
 

@@ -8,10 +8,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from numpyro.distributions import OrderedLogistic
 
+from numpyro_gpaug.likelihoods.expectations import base_distribution
 from numpyro_gpaug.math.compiling import ahead
-from numpyro_gpaug.model.columns import Labels
+from numpyro_gpaug.model.arguments import Arguments
+from numpyro_gpaug.model.columns import Columns, Labels, by_name, is_unordered
 from numpyro_gpaug.model.latents import Structure
+from numpyro_gpaug.model.sources import names_of_arrays
+from numpyro_gpaug.model.structure import fixed_key, flat_functions, run_model
 from numpyro_gpaug.model.view import View
 
 
@@ -64,6 +69,43 @@ def labelled_axes(
         for name, found in axes.items()
         if any(found)
     }
+
+
+def refuse_unordered(
+    model: Callable[..., Any], args: Any, kwargs: Any, columns: Columns
+) -> None:
+    """Raise for ordinal responses whose categories are text without an order: pandas
+    sorts them, high before low.
+
+    :param model: the model.
+    :param args: its arguments, before they were read.
+    :param kwargs: its keyword arguments, likewise.
+    :param columns: its arguments.
+    """
+    given = by_name(model, args) | kwargs
+    labelled = columns.labels.keys() & given.keys()
+    unordered = {k for k in labelled if is_unordered(given[k])}
+    if not unordered:
+        return
+    arguments = Arguments.split(columns.args, columns.kwargs)
+    names = names_of_arrays(model, columns.args, columns.kwargs)
+
+    def visit(arrays: tuple[Any, ...]) -> list[Any]:
+        here = Arguments(arrays, arguments.static)
+        trace = run_model(flat_functions(model), here, fixed_key(), {})
+        for site in trace.values():
+            ordinal = isinstance(base_distribution(site.get("fn")), OrderedLogistic)
+            for name, x in zip(names, arrays, strict=True):
+                if ordinal and x is site["value"] and name in unordered:
+                    raise ValueError(
+                        f"{name!r} is ordinal, and its categories have no order, so "
+                        f"that they count as {', '.join(columns.labels[name])}. Pass "
+                        f"pandas.Categorical({name}, categories=[lowest, ..., "
+                        "highest], ordered=True)"
+                    )
+        return []
+
+    jax.make_jaxpr(visit)(arguments.arrays)
 
 
 def _check_order(

@@ -29,6 +29,7 @@ from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.calls import check_count, check_key
 from numpyro_gpaug.model.closures import RunsModel, Version
 from numpyro_gpaug.model.columns import Columns, Labels
+from numpyro_gpaug.model.labels import refuse_unordered
 from numpyro_gpaug.model.latents import JOINT
 from numpyro_gpaug.model.structure import from_cache
 from numpyro_gpaug.model.validation import check_arguments
@@ -142,7 +143,9 @@ class CollapsedModel(RunsModel):
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         with self._watch.running(self._compiled), self._running():
-            args, kwargs, _ = Columns.read(self.model, args, kwargs)
+            columns = Columns.read(self.model, args, kwargs)
+            refuse_unordered(self.model, args, kwargs, columns)
+            args, kwargs, _ = columns
             check_arguments(self.model, args, kwargs)
             arguments = Arguments.split(args, kwargs)
             bound = self._bounds.at(arguments, args, kwargs)

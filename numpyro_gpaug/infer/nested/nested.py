@@ -33,6 +33,7 @@ from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.calls import check_count, check_key
 from numpyro_gpaug.model.closures import RunsModel
 from numpyro_gpaug.model.columns import Columns, Labels, labelled
+from numpyro_gpaug.model.labels import refuse_unordered
 from numpyro_gpaug.model.padding import Padding
 from numpyro_gpaug.model.responses import Responses
 from numpyro_gpaug.model.structure import from_cache
@@ -284,7 +285,10 @@ class NestedVI(
     ) -> None:
         """Run with the current model; see :meth:`run`."""
         check_key(rng_key)
-        args, kwargs, labels = Columns.read(self.model, args, kwargs)
+        found = Columns.read(self.model, args, kwargs)
+        if found.labels != self._labels:
+            refuse_unordered(self.model, args, kwargs, found)
+        args, kwargs, labels = found
         clock = Clock()
         with clock.part("reading the model"):
             check_arguments(self._bounds.model, args, kwargs)

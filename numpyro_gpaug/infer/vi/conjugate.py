@@ -48,6 +48,7 @@ from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.calls import check_key
 from numpyro_gpaug.model.closures import RunsModel
 from numpyro_gpaug.model.columns import Columns
+from numpyro_gpaug.model.labels import refuse_unordered
 from numpyro_gpaug.model.responses import Responses
 from numpyro_gpaug.model.validation import explain_failure
 from numpyro_gpaug.predict.many import Posteriors
@@ -242,6 +243,9 @@ class ConjugateSVI(RunsModel, NotPickled, instead=_UNPICKLED):
         """
         known = {} if begins else {k: max(x) for k, x in self._labels.items()}
         found = Columns.read(self.model, args, kwargs, known or None)
+        new = [k for k, x in found.labels.items() if x not in self._labels.get(k, ())]
+        if begins and new:
+            refuse_unordered(self.model, args, kwargs, found)
         for name, labels in found.labels.items():
             seen = self._labels.setdefault(name, set())
             seen.add(labels)
