@@ -3,9 +3,10 @@
 
 Every round fits one process to all inputs so far, predicts it at 200 candidates, and
 takes the gradient of the acquisition at the best of them (scikit-learn has no
-gradients; it only predicts there). One ``svi`` and inducing inputs on a grid serve all
-rounds, so that programs are compiled in the first two. Times are processor seconds, by
-round: the first, the second, and the median and the largest of all others::
+gradients; it only predicts there). One guide (with a new ``ConjugateSVI`` in every
+round) or one ``NestedVI``, and inducing inputs on a grid serve all rounds, so that
+programs are compiled in the first two. Times are processor seconds, by round: the
+first, the second, and the median and the largest of all others::
 
     python examples/benchmarks/growing.py --rounds 40 --json found.json
 """
@@ -57,9 +58,8 @@ def model(X, y=None, *, inducing):
 
 
 def by_guide(guide: Any) -> Callable[..., Predict]:
-    svi = gpaug.ConjugateSVI(model, guide(model))
-
     def fit(X: np.ndarray, y: np.ndarray) -> Predict:
+        svi = gpaug.ConjugateSVI(model, guide)
         result = svi.run(KEY, 100, X, y, inducing=GRID, progress_bar=False)
         return svi.posterior(result).predict_f
 
@@ -95,8 +95,8 @@ def by_sklearn() -> Callable[..., Predict]:
 
 
 METHODS = {
-    "AutoSparseGP": lambda: by_guide(gpaug.AutoSparseGP),
-    "AutoLatentGaussian": lambda: by_guide(gpaug.AutoLatentGaussian),
+    "AutoSparseGP": lambda: by_guide(gpaug.AutoSparseGP(model)),
+    "AutoLatentGaussian": lambda: by_guide(gpaug.AutoLatentGaussian(model)),
     "NestedVI": by_nested,
     "scikit-learn": by_sklearn,
 }
