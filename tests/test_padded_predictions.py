@@ -91,6 +91,23 @@ def test_many_numbers_of_rows_from_two_programs_of_each_kind() -> None:
     assert compilations("checks") - before[1] <= 6
 
 
+def test_mixtures_over_predictors() -> None:
+    def counts(X, y=None):
+        b = numpyro.sample("b", dist.Normal(0, 1).expand([2]).to_event(1))
+        with numpyro.plate("data", len(X)):
+            numpyro.sample("y", dist.Poisson(jnp.exp(X @ b)), obs=y)
+
+    svi = gpaug.ConjugateSVI(counts, gpaug.AutoLatentGaussian(counts))
+    posterior = moved(svi, 1, X[:20], Y[:20])
+    means, before = posterior.predict_y(X).mean, compilations("_answer")
+    rows = np.tile(X, (2, 1))
+    for num in (5, 6, 64):
+        predicted = posterior.predict_y(rows[:num])
+        assert predicted.batch_shape == (num,)
+        close(predicted.mean, np.tile(means, 2)[:num])
+    assert compilations("_answer") - before == 1
+
+
 @pytest.mark.slow
 def test_blocks_are_larger_for_a_chain_of_many_states() -> None:
     def model(t, y=None):

@@ -81,11 +81,14 @@ class Padding:
             size = padded_size(num, parts, 1 if doubling else _GRAIN)
         # The number of inducing inputs may equal the number of rows of some data.
         rows = known & here
-        if size == num or not rows:
+        if not rows or (size == num and len(numbers) == 1):
             return arguments
         added = Added(size, frozenset(rows))
         proofs = self._proofs(arguments, added)
         fewer = [x for n, x in proofs.items() if n < num and x is not None]
+        # Programs for fewer rows serve just as many rows as they have, too.
+        if size == num and not fewer:
+            return arguments
         prove = partial(self._prove, arguments, added, num)
         proved = fewer[0] if fewer else from_cache(proofs, num, prove)
         if proved is None:  # the arguments may be wrong, so nothing follows for others

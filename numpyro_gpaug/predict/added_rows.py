@@ -14,6 +14,7 @@ import numpy as np
 from jax import Array, lax, random
 from numpyro.distributions import Distribution
 
+from numpyro_gpaug._numpyro import Ordered
 from numpyro_gpaug.math.whitening import cholesky_of_sums
 from numpyro_gpaug.predict.mixture import FunctionValues
 
@@ -36,6 +37,8 @@ def without_added(found: Any, few: Any, num: int) -> Any:
             table = np.asarray(covariance).reshape(2 * whole.shape)
             kept = _of_array(table, 2 * few.mean.shape, num)
             return FunctionValues(mean, kept.reshape(mean.size, mean.size))
+    if isinstance(found, Ordered):
+        return Ordered(without_added(found.tree, few.tree, num))
     if isinstance(found, Distribution):
         cut, others = copy.copy(found), vars(few)
         for name, value in vars(found).items():
