@@ -13,6 +13,7 @@ import pytest
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.likelihoods import lookup_augmentation
+from tests.augmented import normal_rule
 from tests.conftest import slow
 from tests.test_augmentations import NAMES, at, latents_of, likelihood, moments
 
@@ -25,21 +26,6 @@ GRID = np.array([(m, v) for m in MEANS for v in VARIANCES])
 DEVIATIONS = np.sqrt(np.maximum(GRID[:, 1], 1e-24))
 # The points at which some density above has a kink or turns.
 TURNS = [-1.2, -1.0, 0.0, 0.1, 0.3, 1.0, 2.5]
-
-
-@cache
-def rule():
-    """Gauss-Legendre nodes between points that cluster at every turn, and weights."""
-    m, s = GRID[:, :1], DEVIATIONS[:, None]
-    near = np.concatenate([[0], 10.0 ** np.linspace(-2, 8, 60)])
-    breaks = [np.broadcast_to(np.linspace(-11, 11, 60), (len(GRID), 60))]
-    breaks += [(c + sign * near - m) / s for c in TURNS for sign in (1, -1)]
-    z = np.sort(np.clip(np.concatenate(breaks, 1), -11, 11), 1)
-    x, w = np.polynomial.legendre.leggauss(12)
-    middle, half = (z[:, 1:] + z[:, :-1]) / 2, np.diff(z) / 2
-    z = (middle[..., None] + half[..., None] * x).reshape(len(GRID), -1)
-    weights = (half[..., None] * w).reshape(len(GRID), -1)
-    return z, weights * np.exp(-0.5 * z * z) / np.sqrt(2 * np.pi)
 
 
 def one_datum(name, i, zeros):
@@ -56,7 +42,7 @@ def one_datum(name, i, zeros):
 def reference(name, i):
     """``E log p`` and its derivatives in the mean and the variance, by quadrature."""
     with numpyro.validation_enabled(False):
-        z, weights = rule()
+        z, weights = normal_rule(GRID[:, 0], DEVIATIONS, TURNS)
         d, y = one_datum(name, i, jnp.zeros((len(GRID), 1)))
         (latent,) = latents_of(d)
         f = GRID[:, :1] + DEVIATIONS[:, None] * z

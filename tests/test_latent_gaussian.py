@@ -106,28 +106,30 @@ QUICK = "poisson", "student"
 @pytest.mark.parametrize("name", [n if n in QUICK else slow(n) for n in LIKELIHOODS])
 def test_any_likelihood_against_a_grid(x64, name):
     likelihood, y = LIKELIHOODS[name]
-    posterior, _, _ = fitted(partial(regression, likelihood=likelihood), T, y)
-    mean, deviation = grid_moments(
-        lambda p: likelihood(p[0] + p[1] * T).log_prob(y).sum()
-    )
-    found = [posterior["a"], posterior["b"]]
-    np.testing.assert_allclose(
-        [q.mean for q in found], mean, atol=0.07 * float(deviation.max())
-    )
+    model = partial(regression, likelihood=likelihood)
+    posterior, _, _ = fitted(model, T, y)
     # The Gaussian nearest in KL is slightly too narrow where the posterior is skewed.
-    ratio = np.sqrt([q.variance for q in found]) / deviation
-    np.testing.assert_allclose(ratio, 1, atol=0.06)
+    compare_with_grid(posterior, model, y, means=0.07, deviations=0.06)
 
 
-def density_of(model, y):
-    """Return the log-density of data given the two numbers, without their priors."""
+def compare_with_grid(posterior, model, y, *, means, deviations):
+    """Compare the moments of the two numbers of a model.
+
+    :param means: tolerance, in units of the larger standard deviation.
+    :param deviations: relative tolerance.
+    """
 
     def density(p):
         at = {"a": p[0], "b": p[1]}
         total = numpyro.infer.util.log_density(model, (T, y), {}, at)[0]
         return total - dist.Normal(0, 1.5).log_prob(p).sum()
 
-    return density
+    mean, deviation = grid_moments(density)
+    found = [posterior["a"], posterior["b"]]
+    atol = means * float(deviation.max())
+    np.testing.assert_allclose([q.mean for q in found], mean, atol=atol)
+    ratio = np.sqrt([q.variance for q in found]) / deviation
+    np.testing.assert_allclose(ratio, 1, atol=deviations)
 
 
 def test_factors_against_a_grid(x64):
@@ -137,11 +139,7 @@ def test_factors_against_a_grid(x64):
         tobit(a + b * t, y)
 
     posterior, _, _ = fitted(model, T, REAL)
-    mean, deviation = grid_moments(density_of(model, REAL))
-    found = [posterior["a"], posterior["b"]]
-    np.testing.assert_allclose([q.mean for q in found], mean, atol=0.05)
-    ratio = np.sqrt([q.variance for q in found]) / deviation
-    np.testing.assert_allclose(ratio, 1, atol=0.06)
+    compare_with_grid(posterior, model, REAL, means=0.07, deviations=0.06)
 
 
 def heteroscedastic(t, y=None):
@@ -174,13 +172,7 @@ def test_products_with_prior_mean_zero_start_beside_their_saddle():
 def test_two_predictors_against_a_grid(x64):
     posterior, result, guide = fitted(heteroscedastic, T, REAL)
     assert guide.structure.observed[0].latents == ("predictor 0", "predictor 1")
-    mean, deviation = grid_moments(density_of(heteroscedastic, REAL))
-    found = [posterior["a"], posterior["b"]]
-    np.testing.assert_allclose(
-        [q.mean for q in found], mean, atol=0.15 * float(deviation.max())
-    )
-    ratio = np.sqrt([q.variance for q in found]) / deviation
-    np.testing.assert_allclose(ratio, 1, atol=0.12)
+    compare_with_grid(posterior, heteroscedastic, REAL, means=0.15, deviations=0.12)
     # No other Gaussian has a higher bound than the fit.
     losses = [result.losses[-1]]
     svi = gpaug.ConjugateSVI(heteroscedastic, guide, None)

@@ -21,6 +21,7 @@ from numpyro_gpaug.distributions.bayesian_svm import expected_ratio
 from numpyro_gpaug.likelihoods.expectations import predictive, stable_log_prob
 from numpyro_gpaug.math.normal import expected_absolute, expected_ramp
 from numpyro_gpaug.math.quadrature import gaussian_nodes, log_gamma_nodes
+from tests.augmented import normal_rule
 from tests.conftest import slow, slow_in_double
 
 SVM = json.loads(
@@ -313,16 +314,9 @@ GRID = np.array([(m, v) for m in MEANS for v in VARIANCES])
 
 @cache
 def rule(turns):
-    m, s = GRID[:, :1], np.sqrt(GRID[:, 1:])
-    near = np.concatenate([[0], 10.0 ** np.linspace(-2.5, 8, 90)])
-    breaks = [np.broadcast_to(np.linspace(-12, 12, 90), (len(GRID), 90))]
-    breaks += [(c + sign * near - m) / s for c in turns for sign in (1, -1)]
-    z = np.sort(np.clip(np.concatenate(breaks, 1), -12, 12), 1)
-    x, w = np.polynomial.legendre.leggauss(16)
-    middle, half = (z[:, 1:] + z[:, :-1]) / 2, np.diff(z) / 2
-    z = (middle[..., None] + half[..., None] * x).reshape(len(GRID), -1)
-    weights = (half[..., None] * w).reshape(len(GRID), -1)
-    return m + s * z, weights * np.exp(-0.5 * z * z) / np.sqrt(2 * np.pi)
+    m, v = GRID.T
+    z, weights = normal_rule(m, np.sqrt(v), turns)
+    return m[:, None] + np.sqrt(v)[:, None] * z, weights
 
 
 def average(g, *turns):
