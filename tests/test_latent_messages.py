@@ -72,6 +72,19 @@ def test_independent_gaussians_have_the_same_checks():
         run(T, place, GROUP, REAL)
 
 
+def test_codes_in_a_column_are_checked():
+    def model(X, y=None):
+        w = numpyro.sample("w", dist.Normal(jnp.zeros(4), 1.0).to_event(1))
+        with numpyro.plate("data", len(X)):
+            numpyro.sample("y", dist.Normal(w[X[:, 0].astype(int)], 1.0), obs=y)
+
+    X = np.column_stack([GROUP, T])
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model))
+    posterior = unfitted(svi, X, REAL)
+    with pytest.raises(ValueError, match="'w' has 4 members.*new group"):
+        posterior.predict_y(X + 1)
+
+
 def no_latent(t, y=None):
     scale = numpyro.sample("scale", dist.HalfNormal(1.0))
     with numpyro.plate("data", len(t)):

@@ -292,8 +292,8 @@ def structure_of(survey: Survey) -> Structure:
         survey.refuse(others)
         _refuse_residuals(others, [b.name for b in processes])
         refuse_moving_support(survey)
-    indexed = {k: survey.shapes[k] for k in survey.latent if k not in found.vectors}
-    survey.check_codes(indexed | {k: f.shape for k, f in survey.functions.items()})
+    sites = {k: survey.shapes[k] for k in survey.latent if k not in found.vectors}
+    sites |= {k: f.shape for k, f in survey.functions.items()}
     gaussian = {site.name for site in survey.candidates}
     return Structure(
         blocks=blocks,
@@ -305,6 +305,7 @@ def structure_of(survey: Survey) -> Structure:
         process_names=tuple(b.name for b in blocks if b.is_process),
         gaussian_others=tuple(n for n in others if n in gaussian),
         shapes=tuple(survey.shapes.items()),
+        indexed=survey.check_codes(sites),
     )
 
 

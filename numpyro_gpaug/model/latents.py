@@ -97,6 +97,7 @@ class Structure:
     :param constraints: constraints of the model's params, by name.
     :param process_names: names of the Gaussian processes.
     :param gaussian_others: other latent sites that have a Gaussian distribution.
+    :param indexed: whether the model indexes latents, or function values, by numbers.
     :param joint: whether one Gaussian has all latents. What follows describes it.
     :param sites: Gaussian sample sites, in the order of the model.
     :param dtype: the dtype of the joint Gaussian.
@@ -124,6 +125,7 @@ class Structure:
     constraints: dict[str, Any]
     process_names: tuple[str, ...] = ()
     gaussian_others: tuple[str, ...] = ()
+    indexed: bool = True
     joint: bool = False
     sites: tuple[GaussianSite, ...] = ()
     dtype: Any = None

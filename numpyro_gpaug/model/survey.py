@@ -115,14 +115,18 @@ class Survey:
                     "likelihood), or sample the model by MCMC"
                 )
 
-    def check_codes(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        """Raise for codes that are outside of the sites that they index.
+    def check_codes(self, shapes: dict[str, tuple[int, ...]]) -> bool:
+        """Raise for codes that are outside of the sites that they index, and return
+        whether there are any codes.
 
         :param shapes: shapes of the sites, latents or function values, by name.
         """
-        if any(shapes.values()):
-            given = self.model, self.arguments, shapes
-            check_indices(program_of_sites(*given, {}, self.dtype))
+        if not any(shapes.values()):
+            return False
+        given = self.model, self.arguments, shapes
+        program = program_of_sites(*given, {}, self.dtype)
+        check_indices(program)
+        return any(program.gathers())
 
     def _is_data(self, site: dict[str, Any]) -> bool:
         return site.get("is_observed", False) or site["name"] in self._data

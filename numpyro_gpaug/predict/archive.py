@@ -269,6 +269,7 @@ class Parts(NamedTuple):
     process_names: tuple[str, ...] = ()
     record: tuple[str, ...] = ()
     fields: tuple[str, ...] = ()
+    indexed: bool = True
 
     @classmethod
     def of(cls, structure: Structure) -> Parts:
@@ -285,7 +286,7 @@ class Parts(NamedTuple):
         processes = tuple(b.name for b in blocks if b.is_process)
         kept: dict[str, Any] = {
             k: getattr(self, k)
-            for k in ("others", "observed", "held", "recurrences", "fields")
+            for k in ("others", "observed", "held", "recurrences", "fields", "indexed")
         }
         found = Structure(
             blocks, plates={}, functions={}, constraints={},

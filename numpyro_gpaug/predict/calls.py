@@ -72,12 +72,13 @@ class Calls:
         def weighing(arguments: Arguments) -> tuple[str, ...] | None:
             return self._predictor.weighing(arguments, self._fitted)
 
-        predictor = self._predictor
+        predictor, structure = self._predictor, self._predictor.structure
         called = self._arguments.joined(predictor.model, args, kwargs, weighing)
         arguments, _ = called
         # One array has the rows, and the posterior keeps everything else.
-        alone = len(jax.tree.leaves((args, kwargs))) == 1
-        if not (alone or predictor.structure.joint or is_traced(arguments)):
+        several = len(jax.tree.leaves((args, kwargs))) > 1
+        needed = not structure.joint and (several or structure.indexed)
+        if needed and not is_traced(arguments):
             with self._naming(arguments):
                 predictor.check(arguments, self._fitted, self.marks, "")
         return called
