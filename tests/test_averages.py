@@ -221,3 +221,11 @@ def test_averages_of_very_many_equal_rows() -> None:
     fn = dist.Delta(jnp.full(2_000_000, 1.5624))
     (found,) = over_rows(fn, None, {})
     assert float(found) == pytest.approx(1.5624, rel=1e-5)
+
+
+def test_averages_of_censored_data_are_of_whole_durations() -> None:
+    fn = dist.RightCensoredDistribution(dist.Exponential(0.5), jnp.arange(4) % 2)
+    (found,) = over_rows(fn, None, {})
+    assert float(found) == pytest.approx(2)
+    (survival,) = over_rows(fn, lambda d: 1 - d.cdf(1.0), {})
+    assert float(survival) == pytest.approx(np.exp(-0.5))

@@ -18,6 +18,7 @@ from numpyro_gpaug._numpyro import Ordered
 from numpyro_gpaug.distributions._grid import Grid, stepped_over
 from numpyro_gpaug.distributions.densities import log_density
 from numpyro_gpaug.distributions.mixtures import bounds, quantile
+from numpyro_gpaug.distributions.stacked import expanded
 from numpyro_gpaug.math.compiling import jit_for_few_runs
 from numpyro_gpaug.math.expectation import AT_ONCE
 from numpyro_gpaug.math.incomplete import betainc, gammaincc
@@ -433,7 +434,7 @@ class PredictorMixture(Distribution):
 def uncensored(d: Any) -> Any:
     """Return the distribution of whole durations, from which NumPyro draws censored
     ones, too."""
-    return d.base_dist if isinstance(d, CENSORED) else d
+    return expanded(d.base_dist, d.batch_shape) if isinstance(d, CENSORED) else d
 
 
 def _below(d: Any, value: Array) -> Array:
@@ -446,7 +447,8 @@ def _below(d: Any, value: Array) -> Array:
 
 def _cdf(d: Any, value: Array) -> Array:
     """Return the distribution function of a component."""
-    d = uncensored(d)
+    if isinstance(d, CENSORED):
+        return _cdf(d.base_dist, value)
     # NumPyro lacks these.
     if isinstance(d, dist.ZeroInflatedProbs):
         return jnp.where(value < 0, 0, d.gate + (1 - d.gate) * _cdf(d.base_dist, value))

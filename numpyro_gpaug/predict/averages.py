@@ -18,6 +18,7 @@ from numpyro.distributions import Distribution, Unit
 
 from numpyro_gpaug._display import Displayed, Rows
 from numpyro_gpaug._numpyro import one_thread, residual_policy
+from numpyro_gpaug.distributions.predictor_mixture import uncensored
 from numpyro_gpaug.likelihoods.expectations import base_distribution
 from numpyro_gpaug.math import linalg
 from numpyro_gpaug.math.importance import weighted_quantiles
@@ -372,8 +373,8 @@ def over_rows(fn: Distribution, of: Of, rows: Mapping[str, Array]) -> Array:
     :param rows: ``group``, the group of each row; ``total``, an array with an entry for
         each group; ``weights``, of the rows.
     """
+    shape, fn = fn.batch_shape or fn.event_shape, uncensored(fn)
     values = response(fn) if of is None else jnp.asarray(of(fn))
-    shape = fn.batch_shape or fn.event_shape
     split = values.ndim - len(shape)
     if split < 0 or values.shape[split:] != shape:
         raise ValueError(
