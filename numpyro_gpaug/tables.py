@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable
 from functools import lru_cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,12 +17,14 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from numpyro import handlers
-from scipy.special import log_softmax, logsumexp, softmax
+from scipy.special import logsumexp, softmax
 from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from numpyro_gpaug import inducing, kernels
+from numpyro_gpaug._indicators import Regression, regress
+from numpyro_gpaug._temperature import log_posterior, log_probs, mixed, tempered
 from numpyro_gpaug.gp import GaussianProcess
 from numpyro_gpaug.guides import AutoSparseGP
 from numpyro_gpaug.infer import ConjugateSVI
@@ -50,9 +51,11 @@ UNEXPLAINED, MORE = 0.05, 3
 WORK = 2e8
 # With more than this, only the functions are learned again, with MORE inducing inputs.
 DEAR = 1e9
+# With so many classes, a regression on their indicators is tried first: the indicators
+# say much about one kernel, and the cost of a softmax grows with the classes.
+MANY = 8
 # The prior variance of the mean of a process.
 MEAN = 4.0
-LOG_TEMPERATURES = np.linspace(-4, 4, 81)
 # The number of parts of the cross-validation of boosting, and the number of standard
 # errors by which boosting must be better.
 FOLDS, BETTER = 5, 2.0
@@ -73,6 +76,11 @@ class TableClassifier(ClassifierMixin, BaseEstimator):
     again: where classes separate, the bound, which does not know of the temperature, is
     largest at functions that are too smooth.
 
+    With eight classes or more, a regression on indicators of the classes is tried
+    first. It learns the kernel by the labels that are left out, and has an inducing
+    input for each of up to 2000 rows, because all classes share one covariance. It is
+    kept if it predicts labels that are left out better than a softmax with its kernel.
+
     It is a classifier of scikit-learn, for pipelines and cross-validation, and can be
     pickled. Fits of similar tables share compiled programs. Columns are numbers: encode
     categories and dates first, and impute what is missing.
@@ -83,10 +91,11 @@ class TableClassifier(ClassifierMixin, BaseEstimator):
         :func:`num_inducing`.
     :param steps: the largest number of evaluations of the bound.
     :param seed: the seed of k-means and of the random key.
-    :param verbose: whether to show a progress bar for each of the fits that are
-        compared, two or more. The time of a fit grows with the number of rows, times
-        the number of classes, times the square of the number of inducing inputs.
+    :param verbose: whether to show a progress bar for each of the posteriors that are
+        compared. The time of a fit grows with the number of rows, times the number of
+        classes, times the square of the number of inducing inputs.
     :ivar classes_: the labels, sorted.
+    :ivar regression_: the regression that predicts instead of the posterior, or None.
     :ivar posterior_: the :class:`~numpyro_gpaug.Posterior` at scaled inputs.
     :ivar result_: the :class:`~numpyro_gpaug.infer.ConjugateResult`.
 
@@ -126,30 +135,58 @@ class TableClassifier(ClassifierMixin, BaseEstimator):
         if len(self.classes_) < 2:
             raise ValueError(f"y has one class, {self.classes_}; expected two or more")
         self._centre, scale = X.mean(0), X.std(0)
-        fit = self._fit(X, np.where(scale > 0, scale, 1), apart=X.shape[1] <= FEW)
+        scales = [np.where(scale > 0, scale, 1)]
         if X.shape[1] > FEW:
-            shared = np.full_like(scale, np.sqrt(np.square(scale).mean()) or 1)
-            fit = max(fit, self._fit(X, shared), key=self._score)
-            if len(X) >= ROWS * X.shape[1]:
-                several = self._fit(X, fit.scale, apart=True)
-                gained = float(fit.result.losses[-1] - several.result.losses[-1])
-                fit = several if gained > GAIN * X.shape[1] else fit
+            scales.append(np.full_like(scale, np.sqrt(np.square(scale).mean()) or 1))
+        fit, self.regression_ = self._chosen(X, scales)
+        self._X, self._scale, self.result_ = fit.X, fit.scale, fit.result
+        self.posterior_ = fit.posterior
+        self._left_out = (self.regression_ or fit).left_out
+        self._weights = softmax(log_posterior(self._left_out, self._codes))
+        return self
+
+    def _chosen(
+        self, X: np.ndarray, scales: list[Any]
+    ) -> tuple[_Fit, Regression | None]:
+        """Return a fit; of many classes with a regression and its kernel, if that
+        predicts labels that are left out better than the softmax does."""
+        if len(self.classes_) < MANY:
+            return self._searched(X, scales), None
+        given = self._codes, self.seed
+        tried = [(s, regress(_kernel, self._scaled(X, s), *given)) for s in scales]
+        scale, found = max(tried, key=lambda each: self._score(each[1]))
+        fit = self._fit(X, scale, apart=True, start=found.kernel_values, steps=1)
+        if self._score(found) > self._score(fit):
+            return fit, found
+        return self._searched(X, scales), None
+
+    def _searched(self, X: np.ndarray, scales: list[Any]) -> _Fit:
+        """Return a fit whose kernel maximises the bound, or has lengthscales half as
+        long, as often as labels that are left out gain."""
+        few = X.shape[1] <= FEW
+        fit = max((self._fit(X, s, apart=few) for s in scales), key=self._score)
+        if not few and len(X) >= ROWS * X.shape[1]:
+            several = self._fit(X, fit.scale, apart=True)
+            gained = float(fit.result.losses[-1] - several.result.losses[-1])
+            fit = several if gained > GAIN * X.shape[1] else fit
         learned, trial = fit, self._fit(X, fit.scale, **fit.halved(), steps=1)
         while self._score(trial) > self._score(fit) + GAIN:
             fit, trial = trial, self._fit(X, fit.scale, **trial.halved(), steps=1)
+        return self._finished(X, fit, halved=fit is not learned)
+
+    def _finished(self, X: np.ndarray, fit: _Fit, *, halved: bool) -> _Fit:
+        """Return a fit with all learned again if its lengthscale was halved, and with
+        more inducing inputs if these explain too little."""
         Z, apart = fit.given["Z"], fit.given["apart"]
         more = _unexplained(fit.medians, Z, fit.X, apart=apart) > UNEXPLAINED
         size = num_inducing(fit.X, self.num_inducing, MORE, len(Z))
         dear = len(X) * len(self.classes_) * size**2 > DEAR
-        if fit is not learned and (dear or not more):
+        if halved and (dear or not more):
             fit = self._fit(X, fit.scale, **fit.again())
         if more:
             steps = 1 if dear else None
             fit = self._fit(X, fit.scale, **fit.again(), more=MORE, steps=steps)
-        self._X, self._scale, self.result_ = fit.X, fit.scale, fit.result
-        self.posterior_ = fit.posterior
-        self._weights = _temperatures(fit.posterior, fit.X, self._codes)
-        return self
+        return fit
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(super().__getstate__())
@@ -174,8 +211,12 @@ class TableClassifier(ClassifierMixin, BaseEstimator):
         :param X: numbers, (n, D).
         """
         check_is_fitted(self)
-        X = self._checked(X, reset=False)
-        return _mixed(self.posterior_, self._weights, self._scaled(X, self._scale))
+        X = self._scaled(self._checked(X, reset=False), self._scale)
+        if self.regression_ is None:
+            found = log_probs(self.posterior_.predict_y(X).probs)
+        else:
+            found = self.regression_.log_probs(X)
+        return mixed(found, self._weights)
 
     def predict(self, X: Any) -> np.ndarray:
         """Return the most probable labels, (n,).
@@ -204,9 +245,8 @@ class TableClassifier(ClassifierMixin, BaseEstimator):
                 HistGradientBoostingClassifier(random_state=self.seed),
                 self._X, y, cv=folds, method="predict_proba",
             )  # fmt: skip
-        left_out = _log_probs(self.posterior_.leave_one_out(self._X, y).probs)
-        own = -log_softmax(left_out, 1)[rows, y]
-        theirs = -_log_probs(boosted)[rows, y]
+        own = -self._left_out[rows, y]
+        theirs = -log_probs(boosted)[rows, y]
         se = float((own - theirs).std() / np.sqrt(len(y)))
         found = {"own": float(own.mean()), "boosting": float(theirs.mean()), "se": se}
         if found["own"] - found["boosting"] > BETTER * se:
@@ -269,11 +309,12 @@ class TableClassifier(ClassifierMixin, BaseEstimator):
             progress_bar=bool(self.verbose), tol=0.1 * GAIN, **given,
         )  # fmt: skip
         medians = dict(svi.guide.other_median(result.params))
-        return _Fit(scale, X, given, result, svi.posterior(result), medians)
+        posterior = svi.posterior(result)
+        left_out = log_probs(posterior.leave_one_out(X, self._codes).probs)
+        return _Fit(scale, X, given, result, posterior, medians, left_out)
 
-    def _score(self, fit: _Fit) -> float:
-        left_out = _log_probs(fit.posterior.leave_one_out(fit.X, self._codes).probs)
-        return float(logsumexp(_tempering(left_out, self._codes)))
+    def _score(self, fit: _Fit | Regression) -> float:
+        return float(logsumexp(log_posterior(fit.left_out, self._codes)))
 
 
 @lru_cache(maxsize=8)
@@ -295,6 +336,7 @@ class _Fit(NamedTuple):
     result: Any
     posterior: Posterior
     medians: dict[str, Any]
+    left_out: np.ndarray
 
     def again(self) -> dict[str, Any]:
         """Return the arguments of a fit from where this one ended."""
@@ -363,6 +405,10 @@ def kernel(
     return smooth + kernels.Linear(variance=slopes)
 
 
+def _kernel(columns: int) -> kernels.Kernel:
+    return kernel(columns, apart=True)
+
+
 def num_inducing(
     X: np.ndarray, most: int | None = None, more: int = 1, cheap: int = 0
 ) -> int:
@@ -378,46 +424,6 @@ def num_inducing(
     return min(default if most is None else more * most, len(np.unique(X, axis=0)))
 
 
-def tempered(posterior: Posterior, X: Any, y: np.ndarray) -> Callable[[Any], Any]:
-    """Return calibrated predictions: class probabilities (N, C) as a function of
-    inputs, all of their logarithms divided by a temperature.
-
-    Where classes separate, a posterior is less sure than it could be: that of each
-    class by itself most, the exact one, too. The temperature has a weak prior, and its
-    likelihood is how labels of the fit are predicted, each left out; predictions are
-    averaged over what that leaves open.
-
-    :param posterior: of labels 0 .. C - 1.
-    :param X: the inputs of the fit.
-    :param y: its labels.
-    """
-    return partial(_mixed, posterior, _temperatures(posterior, X, y))
-
-
-def _temperatures(posterior: Posterior, X: Any, y: np.ndarray) -> np.ndarray:
-    """Return the posterior weights of the temperatures; see :func:`tempered`."""
-    left_out = _log_probs(posterior.leave_one_out(X, y).probs)
-    return softmax(_tempering(left_out, y))
-
-
-def _mixed(posterior: Posterior, weights: np.ndarray, X: Any) -> np.ndarray:
-    """Return class probabilities, averaged over weighted temperatures."""
-    found = _log_probs(posterior.predict_y(X).probs)
-    each = (softmax(found / np.exp(t), 1) for t in LOG_TEMPERATURES)
-    return sum(w * p for w, p in zip(weights, each, strict=True))
-
-
-def _tempering(left_out: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Return the log-likelihood plus log-prior of each temperature.
-
-    :param left_out: log probabilities of labels that are left out, (N, C).
-    :param y: the labels.
-    """
-    rows, steps = np.arange(len(y)), LOG_TEMPERATURES
-    fits = [log_softmax(left_out / np.exp(t), 1)[rows, y].sum() for t in steps]
-    return np.array(fits) - 0.5 * steps**2
-
-
 @partial(jax.jit, static_argnames="apart")
 def _unexplained(medians: dict[str, Any], Z: Any, X: Any, *, apart: bool) -> Any:
     """Return the mean share of the prior variance of rows that inducing inputs do not
@@ -427,9 +433,3 @@ def _unexplained(medians: dict[str, Any], Z: Any, X: Any, *, apart: bool) -> Any
     factor = linalg.cholesky(own(Z, Z) + 1e-4 * jnp.eye(len(Z)))
     across = linalg.solve_lower(factor, own(Z, X))
     return jnp.mean(1 - jnp.square(across).sum(0) / own(X))
-
-
-def _log_probs(probs: Any) -> np.ndarray:
-    p = np.asarray(probs, float)
-    p = np.stack([1 - p, p], 1) if p.ndim == 1 else p
-    return np.log(np.maximum(p, np.finfo(np.float32).tiny))

@@ -10,7 +10,7 @@ from sklearn.base import clone, is_classifier
 from sklearn.exceptions import NotFittedError
 from threadpoolctl import threadpool_limits
 
-from numpyro_gpaug import tables
+from numpyro_gpaug import _indicators, kernels, tables
 from numpyro_gpaug.tables import TableClassifier
 
 RNG = np.random.default_rng(0)
@@ -72,6 +72,57 @@ def test_what_labels_that_are_left_out_choose(monkeypatch, capsys):
     )
     assert tables._programs.cache_info().misses == compiled
     assert 0.4 < classifier.result_.params["lengthscale_auto_loc"] < 0.6
+
+
+def test_what_a_regression_predicts_without_a_row():
+    """Beside the mean of a process given all other rows."""
+    X = RNG.normal(size=(14, 2)).astype(np.float32)
+    codes, noise, shares = np.arange(14) % 3, 0.3, np.array([5, 5, 4]) / 14
+    values = {"noise": noise, "power": 2.0, "bend": 4.0}
+
+    def build(columns):
+        return kernels.Matern52(1.5, 2.0) + kernels.Linear(variance=0.5)
+
+    weights, found = _indicators._fitted(values, X, X, codes, shares, build)
+    K = np.asarray(build(2)(X, X), float)
+    observed = np.eye(3)[codes] - shares
+    for i in range(14):
+        own = np.arange(14) != i
+        alone = K[np.ix_(own, own)] + noise * np.eye(13)
+        mean = K[i, own] @ np.linalg.solve(alone, observed[own]) + shares
+        power = np.log1p(np.exp(4 * mean)) ** 2
+        np.testing.assert_allclose(found[i], np.log(power / power.sum()), atol=1e-3)
+    expected = np.linalg.solve(K + noise * np.eye(14), observed)
+    np.testing.assert_allclose(K @ weights, K @ expected, atol=1e-3)
+
+
+def test_many_classes_are_regressed_unless_a_softmax_is_better(monkeypatch):
+    """On sectors of a circle, of which a column that says nothing is no part."""
+    monkeypatch.setattr(_indicators, "STEPS", 15)
+    X = RNG.normal(size=(250, 3))
+    y = np.floor((np.arctan2(X[:, 0], X[:, 1]) / np.pi + 1) * 4.4)
+    classifier = TableClassifier(num_inducing=9).fit(X[:150], y[:150])
+    relative = classifier.regression_.values["relative"]
+    assert relative[2] > 1.2 * max(relative[:2])
+    assert classifier.score(X[150:], y[150:]) > 0.75
+    again = pickle.loads(pickle.dumps(classifier))
+    expected = classifier.predict_proba(X)
+    np.testing.assert_allclose(again.predict_proba(X), expected, atol=1e-6)
+    np.testing.assert_allclose(expected.sum(1), 1, rtol=1e-5)
+    # The score is at its best for a fit.
+    monkeypatch.setattr(TableClassifier, "_score", lambda _, x: hasattr(x, "posterior"))
+    fits = []
+    monkeypatch.setattr(TableClassifier, "_searched", lambda *_: fits[0])
+    one = TableClassifier._fit
+    monkeypatch.setattr(
+        TableClassifier, "_fit", lambda *a, **k: fits.append(one(*a, **k)) or fits[-1]
+    )
+    compiled = _indicators._potential.__wrapped__._cache_size()
+    classifier.fit(X[:150], y[:150])
+    assert _indicators._potential.__wrapped__._cache_size() == compiled
+    assert classifier.regression_ is None
+    assert classifier.posterior_ is fits[0].posterior
+    assert np.abs(classifier.predict_proba(X) - expected).max() > 0.05
 
 
 def test_few_rows_have_as_many_inducing_inputs():
