@@ -72,6 +72,19 @@ def test_independent_gaussians_have_the_same_checks():
         run(T, place, GROUP, REAL)
 
 
+@pytest.mark.parametrize("kind", [gpaug.AutoLatentGaussian, gpaug.AutoSparseGP])
+def test_a_site_is_needed_without_observations(kind):
+    def model(X, y=None):
+        w = numpyro.sample("w", dist.Normal(0, 1).expand([2]).to_event(1))
+        if y is not None:
+            numpyro.sample("y", dist.Normal(X @ w, 1.0), obs=y)
+
+    X = np.column_stack([GROUP, T])
+    posterior = unfitted(gpaug.ConjugateSVI(model, kind(model)), X, REAL)
+    with pytest.raises(ValueError, match="the model has no site 'y' without"):
+        posterior.predict_y(X)
+
+
 def test_codes_in_a_column_are_checked():
     def model(X, y=None):
         w = numpyro.sample("w", dist.Normal(jnp.zeros(4), 1.0).to_event(1))

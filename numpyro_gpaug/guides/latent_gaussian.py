@@ -22,7 +22,7 @@ from numpyro_gpaug.gaussians.dense import Moments
 from numpyro_gpaug.gaussians.pairs import PairedMap
 from numpyro_gpaug.guides.base import ConjugateGuide, Own
 from numpyro_gpaug.guides.function_posterior import InducingPosterior
-from numpyro_gpaug.guides.sparse_gp import NATURAL, with_latent_axis
+from numpyro_gpaug.guides.sparse_gp import NATURAL, standard_naturals, with_latent_axis
 from numpyro_gpaug.math.compiling import jit_for_few_runs
 from numpyro_gpaug.math.linalg import precise
 from numpyro_gpaug.math.recurrences import log_volume_along
@@ -142,11 +142,6 @@ class AutoLatentGaussian(ConjugateGuide):
                 )
         return found
 
-    @property
-    def _prior(self) -> Any:
-        structure = self.structure
-        return structure.form.standard(structure.dtype)
-
     def start_at(self, given: Values, trace: Trace, view: Any) -> dict[str, Any]:
         """Return natural parameters at the start of a fit: the posterior after
         observing every predictor at its prior mean with variance one. Under a wide
@@ -159,10 +154,10 @@ class AutoLatentGaussian(ConjugateGuide):
         likelihood depends on the product of two predictors with prior mean zero, all
         derivatives vanish at these means, which are not a maximum."""
         if not given.keys().isdisjoint(self.own_params()):
-            leaves, treedef = jax.tree.flatten(self._prior)
+            leaves, treedef = jax.tree.flatten(standard_naturals(self.structure))
             named = zip(self.own_params(), leaves, strict=True)
             values = [given.get(k, x[0])[None].astype(x.dtype) for k, x in named]
-            return {JOINT: jax.tree.unflatten(treedef, values)}
+            return jax.tree.unflatten(treedef, values)
         prior, structure = view.priors()[JOINT].natural, view.structure
         compared = not (structure.subsampled or self.random_others)
         if compared and view.expected("exact").quadratic:
@@ -284,12 +279,13 @@ class AutoLatentGaussian(ConjugateGuide):
             pairs = zip(names, (zeros, scale), strict=True)
             factored = _factored({name: numpyro.param(name, x) for name, x in pairs})
             return with_latent_axis(factored.moments())
-        leaves, treedef = jax.tree.flatten(self._prior)
+        leaves, treedef = jax.tree.flatten(standard_naturals(self.structure))
         params = [
             numpyro.param(name, jnp.asarray(x[0]), constraint=NATURAL)
             for name, x in zip(names, leaves, strict=True)
         ]
-        return jax.tree.unflatten(treedef, [x[None] for x in params]).moments()
+        found = jax.tree.unflatten(treedef, [x[None] for x in params])
+        return found[JOINT].moments()
 
     def _title(self) -> str:
         structure = self.structure

@@ -29,8 +29,9 @@ from numpyro_gpaug.model.jaxpr import (
     dependence_tree,
     inputs_of,
 )
+from numpyro_gpaug.model.joint import REGISTERED
 from numpyro_gpaug.model.latents import Grouping, Structure
-from numpyro_gpaug.model.observations import check_constants
+from numpyro_gpaug.model.observations import check_constants, skipped_error
 from numpyro_gpaug.model.pitfalls import refuse_moving_support
 from numpyro_gpaug.model.structure import (
     Block,
@@ -334,6 +335,7 @@ def structure_at(
     """
     data = tuple(site.name for site in structure.observed)
     survey = Survey(flat_functions(model), arguments, data)
+    _check_likelihoods(structure, survey)
     here = (_sites_at if structure.joint else _blocks_at)(structure, survey)
     shapes = tuple(survey.shapes.items())
     functions = {k: survey.functions[k] for k in structure.process_names}
@@ -358,24 +360,24 @@ def _sites_at(structure: Structure, survey: Survey) -> Structure:
 
 def _blocks_at(structure: Structure, survey: Survey) -> Structure:
     """Return a structure with the processes and weight vectors of a survey."""
-    _check_classes(structure, survey)
     names = {block.name for block in structure.blocks}
     blocks = tuple(block for block in survey.blocks if block.name in names)
     return replace(structure, blocks=blocks)
 
 
-def _check_classes(structure: Structure, survey: Survey) -> None:
-    """Raise if likelihoods do not have the parameters that depend on latents."""
+def _check_likelihoods(structure: Structure, survey: Survey) -> None:
+    """Raise for likelihoods without the parameters that depend on latents."""
     for site in structure.observed:
         cls: Any = survey.classes.get(site.name)
-        if cls is None or not all(
-            hasattr(cls, k) or k in cls.arg_constraints for k in site.latents
-        ):
+        if cls is None and not structure.joint:
+            raise skipped_error(site.name)
+        if cls is None or site.correlated or site.route not in REGISTERED:
+            continue
+        if not set(site.latents) <= {*registered_latents(cls)}:
             raise ValueError(
-                f"the guide was set up for a model in which site {site.name!r} "
-                f"has parameters {list(site.latents)}, and here it is "
-                f"{'missing' if cls is None else cls.__name__}. A guide belongs to "
-                "one model: make a new one"
+                f"{site.name!r} has another likelihood with these arguments than in "
+                f"the fit, {cls.__name__}. Pass the flags and functions of the fit, or "
+                "fit the model with these"
             )
 
 

@@ -60,6 +60,7 @@ from numpyro_gpaug.model.left_out import (
     without_factors,
     without_groups,
 )
+from numpyro_gpaug.model.observations import skipped_error
 from numpyro_gpaug.model.structure import Observed
 
 _NO_FACTORS = (
@@ -286,11 +287,7 @@ class JointPredictiveView(JointView):
         """Raise for an observed site that the model does not reach with these
         arguments."""
         if name not in self._program.outputs.densities:
-            raise ValueError(
-                f"the model has no site {name!r} without observations (is it under "
-                "an 'if y is not None'?). Sample it in any case, obs=y, or name "
-                "its predictor, numpyro.deterministic('eta', ...), and predict that"
-            )
+            raise skipped_error(name)
 
     def _has_root_of_its_own(self, name: str) -> bool:
         """Whether the one root of a site's density has an entry for each datum, and the
@@ -442,12 +439,6 @@ class JointPredictiveView(JointView):
         """
         self._demand(site.name)
         parts, program = self._program.outputs, self._program
-        if site.route in REGISTERED and site.name not in parts.parameters:
-            raise ValueError(
-                f"{site.name!r} has another likelihood with these arguments than in "
-                "the fit. Pass the flags and functions of the fit, or fit the model "
-                "with these"
-            )
         if site.correlated:
             return self._of_correlated_data(site, q)
         if site.route is Route.CLOSED_FORM:

@@ -46,6 +46,15 @@ def unobserved_error(names: Iterable[str]) -> ValueError:
     )
 
 
+def skipped_error(name: str) -> ValueError:
+    """Return the error for a site that a model does not reach without observations."""
+    return ValueError(
+        f"the model has no site {name!r} without observations (is it under an 'if y is "
+        "not None'?). Sample it in any case, obs=y, or name its predictor, "
+        "numpyro.deterministic('eta', ...), and predict that"
+    )
+
+
 def check_observed(
     model: Callable[..., Any],
     structure: Any,

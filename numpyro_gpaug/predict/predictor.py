@@ -530,15 +530,16 @@ class Predictor:
 
         def one(fitted: Fitted, prepared: Prepared, number: Any) -> Ordered:
             view = self._view(arguments, fitted, grouped=grouped)
-            if what == "y":
-                shapes.append(view.message(site)["fn"].shape())
             fit = Fit(fitted.values, *prepared)
             answer, own = getattr(self._answers, what), how
             if what == "average":  # each member has its own draws
                 own = {**how, "key": random.fold_in(how["key"], number)}
             if what == "left_out" and mixture:
                 own = {**how, "weighed": True}
-            return Ordered(answer(view, fit, site, **own))
+            found = answer(view, fit, site, **own)
+            if what == "y":
+                shapes.append(view.message(site)["fn"].shape())
+            return Ordered(found)
 
         answer = over_members(one, fitted, prepared)
         if fitted.members is not None:
