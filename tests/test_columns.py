@@ -146,6 +146,9 @@ def test_missing_categories_and_new_ones() -> None:
         read(np.array(["south"]), {"x": ("north", "east")})
     with pytest.raises(ValueError, match="x contains categories, and contained numb"):
         read(TABLE["herd"], {})
+    with pytest.warns(UserWarning, match="x has numbers.*: 2 is the category '3'"):
+        read(np.array([1, 2]), {"x": ("0", "1", "3", "2")})
+    read(np.array([1, 4]), {"x": ("0", "1", "3", "2")})  # a new member
 
 
 def test_summaries_have_labels_and_predictions_take_them(tmp_path) -> None:

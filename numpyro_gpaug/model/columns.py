@@ -5,6 +5,7 @@ of categories, whose labels are kept."""
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from typing import Any, NamedTuple
@@ -92,6 +93,7 @@ class Columns(NamedTuple):
             if type(value).__module__.startswith("pyarrow"):
                 value = value.to_pandas()  # whose categories have labels
             if not is_column(value) and not (text and name in known):
+                _warn_of_codes(name, value, known.get(name, ()))
                 return value
             if hasattr(value, "columns"):
                 columns = _columns(name, value, known.get(f"{name}.columns"))
@@ -115,6 +117,26 @@ class Columns(NamedTuple):
         )
 
 
+def _warn_of_codes(name: str, value: Any, labels: Sequence[str]) -> None:
+    """Warn about numbers that are both labels and codes, of different members.
+
+    :param name: the name of the argument.
+    :param value: the argument.
+    :param labels: the labels of its codes.
+    """
+    if not labels or not isinstance(value, np.ndarray) or value.dtype.kind not in "iu":
+        return
+    codes = np.unique(value).tolist()
+    other = [k for k in codes if 0 <= k < len(labels) and labels[k] != str(k)]
+    if other and set(map(str, codes)) <= set(labels):
+        warnings.warn(
+            f"{name} has numbers, which are codes of the categories of the fit: "
+            f"{other[0]} is the category {labels[other[0]]!r}. For the category "
+            f"{str(other[0])!r} pass text, {name}.astype(str), or a categorical column",
+            stacklevel=2,
+        )
+
+
 def coded(name: str, value: Any, known: tuple[str, ...] | None) -> Any:
     """Return a value of an argument, or its code if it is a label.
 
@@ -123,6 +145,7 @@ def coded(name: str, value: Any, known: tuple[str, ...] | None) -> Any:
     :param known: the labels of the argument; ``None`` if it has none.
     """
     if known is None or np.asarray(value).dtype.kind not in "UO":
+        _warn_of_codes(name, np.asarray(value), known or ())
         return value
     return _column(name, np.asarray(value), known)[0]
 

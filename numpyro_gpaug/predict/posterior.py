@@ -547,7 +547,10 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         )  # fmt: skip
         draws = []
         for args, kwargs in question.scenarios:
-            arguments, _ = self._calls.unobserved(args, kwargs)
+            with warnings.catch_warnings():
+                # Its codes are those of the labels that it was asked with.
+                warnings.filterwarnings("ignore", ".* codes of the categories")
+                arguments, _ = self._calls.unobserved(args, kwargs)
             given = observed.name, jax.random.key(0), num_draws, of, question.rows
             draws.append(self._calls.averages(arguments, *given))
         members = self._fitted.members
