@@ -38,7 +38,7 @@ __all__ = ["TableClassifier", "kernel", "model", "num_inducing", "tempered"]
 FEW = 30
 # With many columns: the number of rows per column from which on each gets a lengthscale
 # of its own for a trial, and the nats per column that this must gain. Half of a
-# lengthscale must gain as much.
+# lengthscale must gain as much, and so must each hyperparameter of a regression.
 ROWS, GAIN = 10, 1.0
 # The standard deviation of the logarithm of a lengthscale that is fixed.
 FIXED = 0.01
@@ -148,15 +148,15 @@ class TableClassifier(ClassifierMixin, BaseEstimator):
     def _chosen(
         self, X: np.ndarray, scales: list[Any]
     ) -> tuple[_Fit, Regression | None]:
-        """Return a fit; of many classes with a regression and its kernel, if that
-        predicts labels that are left out better than the softmax does."""
+        """Return a fit; of many classes with a regression and its kernel, if labels
+        that are left out, which chose its hyperparameters, gain more than by chance."""
         if len(self.classes_) < MANY:
             return self._searched(X, scales), None
         given = self._codes, self.seed
         tried = [(s, regress(_kernel, self._scaled(X, s), *given)) for s in scales]
         scale, found = max(tried, key=lambda each: self._score(each[1]))
         fit = self._fit(X, scale, apart=True, start=found.kernel_values, steps=1)
-        if self._score(found) > self._score(fit):
+        if self._score(found) > self._score(fit) + GAIN * len(found.values):
             return fit, found
         return self._searched(X, scales), None
 
