@@ -42,10 +42,11 @@ _QUICK: dict[str, Any] = {
 # A program whose arguments have fewer numbers than this is compiled with these options:
 # the first limit is for programs that run some thousand times; the second for searches,
 # whose twenty to hundred evaluations must save less time than their compilation takes;
-# the third for programs that run a few times, such as predictions; and the last for the
-# start of a run.
-SMALL, SMALL_OF_SEARCHES, SMALL_OF_FEW, SMALL_OF_STARTS = (
-    8_000, 50_000, 100_000, 1_000_000
+# the third for programs that run a few times, such as predictions; the fourth for
+# predictions from chains, whose operations are numerous and use a small part of the
+# numbers each; and the last for the start of a run.
+SMALL, SMALL_OF_SEARCHES, SMALL_OF_FEW, SMALL_OF_CHAINS, SMALL_OF_STARTS = (
+    8_000, 50_000, 100_000, 2_000_000, 1_000_000
 )  # fmt: skip
 
 

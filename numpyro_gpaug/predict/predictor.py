@@ -23,7 +23,7 @@ from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.guides.function_posterior import Fit
 from numpyro_gpaug.likelihoods.expectations import Route
 from numpyro_gpaug.math.arrays import is_traced
-from numpyro_gpaug.math.compiling import jit_for_few_runs
+from numpyro_gpaug.math.compiling import SMALL_OF_CHAINS, SMALL_OF_FEW, jit
 from numpyro_gpaug.math.sharding import mesh_of_latents, on_mesh
 from numpyro_gpaug.math.threads import threads_for
 from numpyro_gpaug.model.affine import ROUNDING
@@ -81,8 +81,10 @@ class Predictor:
         self._answers = kind(structure, guide.function_posterior)
         self.named, self.observed = self._answers.named, self._answers.observed
         static = "what", "site", "num", "grouped", "unpadded", "of", "of_nodes"
-        self._compiled = jit_for_few_runs(self._answer, static_argnames=static)
-        self._prepared = jit_for_few_runs(self._prepare)
+        chains = structure.joint and structure.form.layout.steps > 1
+        self._jit = partial(jit, small=SMALL_OF_CHAINS if chains else SMALL_OF_FEW)
+        self._compiled = self._jit(self._answer, static_argnames=static)
+        self._prepared = self._jit(self._prepare)
         # Programs and results of tracing, by kind and shapes of arguments.
         self._cache: dict[Any, Any] = {}
         names = tuple(site.name for site in structure.observed)
@@ -107,7 +109,7 @@ class Predictor:
         program = self._cached(
             function.__name__,
             arguments.shapes,
-            lambda: jit_for_few_runs(partial(function)),
+            lambda: self._jit(partial(function)),
         )
         with threads_for(self.structure.largest):
             found = program(arguments, *given)
@@ -394,7 +396,7 @@ class Predictor:
         def checks(arguments: Arguments, fitted: Fitted) -> Any:
             return self._answers.checks(self._view(arguments, fitted), site)
 
-        key, made = (arguments.shapes, site), partial(jit_for_few_runs, checks)
+        key, made = (arguments.shapes, site), partial(self._jit, checks)
         return self._cached("checks", key, made)(arguments, fitted)
 
     def _known_at(self, arguments: Arguments, fitted: Fitted) -> Any:
