@@ -426,3 +426,25 @@ def test_refusals(data, svi):
         gpaug.ConjugateSVI(model, guide).run(KEY, 2, batches, **Z, **QUIET)
     with pytest.raises(ValueError, match=r"no plate has the 10 rows of a batch"):
         svi.run(KEY, 2, batches, **Z, total=ROWS, **QUIET)
+
+
+def test_scales_are_not_learnt_from_fits_to_the_batch() -> None:
+    """The variance of full data is 1.3. Gradients after each step lead to 3.8."""
+
+    def model(X, y=None, *, inducing):
+        variance = numpyro.sample("variance", dist.LogNormal(0, 1))
+        kernel = gpaug.kernels.Matern52(1.0, variance)
+        f = gpaug.GaussianProcess("f", kernel, inducing)(X)
+        with numpyro.plate("data", len(X)):
+            numpyro.sample("y", dist.Bernoulli(logits=f), obs=y)
+
+    rng = np.random.default_rng(1)
+    X = rng.uniform(-3, 3, (2000, 1)).astype(np.float32)
+    y = rng.uniform(size=2000) < 1 / (1 + np.exp(-1.5 * np.sin(2 * X[:, 0])))
+    given = {"inducing": X[:12], "progress_bar": False}
+    guide = gpaug.AutoSparseGP(model)
+    fit = gpaug.ConjugateSVI(model, guide).run(jax.random.key(0), 50, X, y, **given)
+    noisy = gpaug.ConjugateSVI(model, guide, optax.adam(0.02), step_size=0.1)
+    found = noisy.run(jax.random.key(0), 600, gpaug.Batches((X, y), 50), **given)
+    variances = [guide.other_median(x.params)["variance"] for x in (fit, found)]
+    assert abs(variances[1] / variances[0] - 1) < 0.3

@@ -13,13 +13,11 @@ from threadpoolctl import threadpool_limits
 from numpyro_gpaug import _indicators, kernels, tables
 from numpyro_gpaug.tables import TableClassifier
 
-RNG = np.random.default_rng(0)
-
 
 @pytest.fixture(scope="module")
 def checkers():
     """Labels on a board of nine fields, and columns that say nothing."""
-    X = RNG.uniform(0, 3, (240, 4)) * [1, 100, 1, 0]
+    X = np.random.default_rng(0).uniform(0, 3, (240, 4)) * [1, 100, 1, 0]
     fields = np.floor(X[:, 0]) + np.floor(X[:, 1] / 100)
     return X, np.where(fields % 2, "black", "white")
 
@@ -53,7 +51,7 @@ def test_what_labels_that_are_left_out_choose(monkeypatch, capsys):
     monkeypatch.setattr(TableClassifier, "_score", short)
     monkeypatch.setattr(tables, "FEW", 3)
     monkeypatch.setattr(tables, "UNEXPLAINED", 1)
-    X = RNG.normal(size=(180, 8)) * [1, 1, *[0.01] * 6]
+    X = np.random.default_rng(0).normal(size=(180, 8)) * [1, 1, *[0.01] * 6]
     y = X[:, 0] * X[:, 1] > 0
     X = pd.DataFrame(X, columns=list("abcdefgh"))
     classifier = TableClassifier(num_inducing=40, steps=10, verbose=True)
@@ -76,7 +74,7 @@ def test_what_labels_that_are_left_out_choose(monkeypatch, capsys):
 
 def test_what_a_regression_predicts_without_a_row():
     """Beside the mean of a process given all other rows."""
-    X = RNG.normal(size=(14, 2)).astype(np.float32)
+    X = np.random.default_rng(0).normal(size=(14, 2)).astype(np.float32)
     codes, noise, shares = np.arange(14) % 3, 0.3, np.array([5, 5, 4]) / 14
     values = {"noise": noise, "power": 2.0, "bend": 4.0}
 
@@ -109,7 +107,7 @@ def test_rounding_does_not_tell_the_label_of_a_row_without_neighbours():
 def test_many_classes_are_regressed_unless_a_softmax_is_better(monkeypatch):
     """On sectors of a circle, of which a column that says nothing is no part."""
     monkeypatch.setattr(_indicators, "STEPS", 15)
-    X = RNG.normal(size=(250, 3))
+    X = np.random.default_rng(0).normal(size=(250, 3))
     y = np.floor((np.arctan2(X[:, 0], X[:, 1]) / np.pi + 1) * 4.4)
     classifier = TableClassifier(num_inducing=9).fit(X[:150], y[:150])
     relative = classifier.regression_.values["relative"]
@@ -138,7 +136,7 @@ def test_many_classes_are_regressed_unless_a_softmax_is_better(monkeypatch):
 
 
 def test_few_rows_have_as_many_inducing_inputs():
-    X = RNG.normal(size=(900, 2))
+    X = np.random.default_rng(0).normal(size=(900, 2))
     found = [tables.num_inducing(X[:n], cheap=c) for n, c in ((300, 577), (900, 333))]
     assert found == [300, 333]
     assert tables.num_inducing(X, 20, more=3, cheap=500) == 60
@@ -146,7 +144,7 @@ def test_few_rows_have_as_many_inducing_inputs():
 
 @pytest.mark.slow
 def test_boosting_is_named_where_it_is_better():
-    X = RNG.uniform(0, 1, (300, 3))
+    X = np.random.default_rng(0).uniform(0, 1, (300, 3))
     y = (np.floor(12 * X[:, 1]) % 2).astype(int)
     classifier = TableClassifier(num_inducing=10, steps=5).fit(X, y)
     warns = pytest.warns(UserWarning, match="gradient boosting predicts labels")

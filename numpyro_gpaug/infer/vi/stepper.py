@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax, random
 
+from numpyro_gpaug.gaussians.base import centred
 from numpyro_gpaug.infer.vi import quasi_newton
 from numpyro_gpaug.infer.vi.differentiation import floats_of, vjp, with_zeros
 from numpyro_gpaug.infer.vi.elbo import drawn, other_terms
@@ -175,12 +176,23 @@ class Stepper:
         whole, pullback = self.problem_and_pullback(values, key, indices)
         self._refuse_adaptive(whole)
         state = state._replace(natural=whole.rebased(state.natural))
+        problem, old = whole.restrict(), whole.select(state.natural)
         natural, schedules, evaluation, bound, size = damped_sweep(
-            whole.restrict(), whole.select(state.natural), self._schedule,
-            state.schedule, state.step, self._augmented(state.step),
+            problem, old, self._schedule, state.schedule, state.step,
+            self._augmented(state.step),
         )  # fmt: skip
+        between = natural
+        if self.plan.learns:
+            # After the step the Gaussian explains this batch better than others, and
+            # before the step worse than it should: scales would be learnt too large,
+            # or too small. To first order the errors cancel at half of the step.
+            between = {
+                name: jax.tree.map(lambda x, y: (x + y) / 2, centred(old[name], q), q)
+                for name, q in natural.items()
+            }
+            evaluation = problem.evaluate(between)
         at = whole, pullback, evaluation
-        hyper = self._next_hyper(state, values, natural, at, indices)
+        hyper = self._next_hyper(state, values, between, at, indices)
         if self.plan.learns and self.plan.settings.hyper_every is None:
             hyper = limited(hyper, size)
         new = state._replace(
