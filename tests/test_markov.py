@@ -375,24 +375,29 @@ def test_angles_of_waves_have_errors_of_both_signs():
     assert abs(errors.mean()) < 1e-8 < errors.std()
 
 
-def test_steps_continue_from_the_means_of_states():
-    """Not from states that are run along the chain again, which drift."""
+def with_level(kernel):
+    """Return a model of a level beside a process, 1000 times, and known noise."""
 
     def model(t, noise, y=None):
         level = numpyro.sample("level", dist.Normal(0, 100))
-        f = gpaug.GaussianProcess("f", kernels.Matern52(100.0, 7.0), markov=True)(t)
+        f = gpaug.GaussianProcess("f", kernel, markov=True)(t)
         with numpyro.plate("data", len(t)):
             numpyro.sample("y", dist.Normal(level + f, noise), obs=y)
 
-    rng, t = np.random.default_rng(0), np.arange(1000.0)
-    noise = np.float32(10 ** rng.uniform(-2, 0, 1000))
-    y = np.float32(300 + np.sin(t / 9) + noise * rng.normal(size=1000))
+    noise = 10 ** np.random.default_rng(0).uniform(-2, 0, 1000)
+    return model, np.arange(1000.0), np.float32(noise)
+
+
+def test_steps_continue_from_the_means_of_states():
+    """Not from states that are run along the chain again, which drift."""
+    model, t, noise = with_level(kernels.Matern52(100.0, 7.0))
+    y = 300 + np.sin(t / 9) + noise * np.random.default_rng(1).normal(size=1000)
+    y = np.float32(y)
     svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
     with pytest.warns(UserWarning, match="rounding"):
         fit = svi.run(jax.random.key(0), 4, t, noise, y, progress_bar=False)
     d = np.sqrt(5) * abs(t[:, None] - t) / 100
-    covariance = 7 * (1 + d + d**2 / 3) * np.exp(-d) + np.diag(np.float64(noise) ** 2)
-    whole = covariance + 1e4
+    whole = 7 * (1 + d + d**2 / 3) * np.exp(-d) + np.diag(np.float64(noise) ** 2) + 1e4
     log_det = np.linalg.slogdet(2 * np.pi * whole)[1]
     evidence = -0.5 * (y @ np.linalg.solve(whole, y) + log_det)
     assert abs(evidence + fit.losses[-1]) < 0.5
@@ -417,16 +422,8 @@ def test_an_evaluation_takes_transitions_from_the_model():
 
 def test_a_level_beside_a_process():
     """Its precision and its potential are small differences of sums of large terms."""
-
-    def model(t, noise, y=None):
-        level = numpyro.sample("level", dist.Normal(0, 100))
-        f = gpaug.GaussianProcess("f", kernels.Matern32(50.0, 7.0), markov=True)(t)
-        with numpyro.plate("data", len(t)):
-            numpyro.sample("y", dist.Normal(level + f, noise), obs=y)
-
-    rng, t = np.random.default_rng(0), np.arange(1000.0)
-    noise = np.float32(10 ** rng.uniform(-2, 0, 1000))
-    y = np.float32(np.sin(t / 9) + noise * rng.normal(size=1000))
+    model, t, noise = with_level(kernels.Matern32(50.0, 7.0))
+    y = np.float32(np.sin(t / 9) + noise * np.random.default_rng(1).normal(size=1000))
     svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
     fit = svi.run(jax.random.key(0), 2, t, noise, y, progress_bar=False)
     distance = np.sqrt(3) * abs(t[:, None] - t) / 50

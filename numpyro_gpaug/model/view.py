@@ -106,13 +106,13 @@ class View:
     def misfits_of(self, name: str) -> tuple[Array, Array]:
         """Return how far a site's predictors are from depending on one group each, as
         two numbers. The first is for predictors that must: it is zero if a dense matrix
-        is used. The second is for all predictors: it is infinite if a dense matrix is
-        as fast.
+        is used. The second is for all predictors: it is the largest number if a
+        dense matrix is as fast.
 
         :param name: the name of the site.
         """
         zero = jnp.zeros((), self.structure.dtype)
-        return zero, zero + jnp.inf
+        return zero, zero + jnp.finfo(zero.dtype).max
 
     def selected(self) -> dict[str, Array | None]:
         """Return the latents that each process was called for; ``None`` for all."""
