@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import jax
@@ -131,7 +131,7 @@ class Stepper:
         start = problem.unevaluated(state.natural)
         natural, evaluation, steps = self._sweep(problem, state, start)
 
-        at = problem, pullback, evaluation
+        at = problem, pullback, lambda: evaluation
         hyper = self._next_hyper(state, values, natural, at, {})
         new = state._replace(
             hyper=hyper, natural=natural, step_sizes=steps, bound=evaluation.bound,
@@ -177,21 +177,18 @@ class Stepper:
         self._refuse_adaptive(whole)
         state = state._replace(natural=whole.rebased(state.natural))
         problem, old = whole.restrict(), whole.select(state.natural)
-        natural, schedules, evaluation, bound, size = damped_sweep(
+        natural, schedules, bound, size = damped_sweep(
             problem, old, self._schedule, state.schedule, state.step,
             self._augmented(state.step),
         )  # fmt: skip
-        between = natural
-        if self.plan.learns:
-            # After the step the Gaussian explains this batch better than others, and
-            # before the step worse than it should: scales would be learnt too large,
-            # or too small. To first order the errors cancel at half of the step.
-            between = {
-                name: jax.tree.map(lambda x, y: (x + y) / 2, centred(old[name], q), q)
-                for name, q in natural.items()
-            }
-            evaluation = problem.evaluate(between)
-        at = whole, pullback, evaluation
+        # After the step the Gaussian explains this batch better than others, and before
+        # the step worse than it should: scales would be learnt too large, or too small.
+        # To first order the errors cancel at half of the step.
+        between = {
+            name: jax.tree.map(lambda x, y: (x + y) / 2, centred(old[name], q), q)
+            for name, q in natural.items()
+        }
+        at = whole, pullback, partial(problem.evaluate, between)
         hyper = self._next_hyper(state, values, between, at, indices)
         if self.plan.learns and self.plan.settings.hyper_every is None:
             hyper = limited(hyper, size)
@@ -238,7 +235,7 @@ class Stepper:
         state: ConjugateState,
         values: Values,
         natural: Natural,
-        at: tuple[LatentGaussian, Callable, Evaluation],
+        at: tuple[LatentGaussian, Callable, Callable[[], Evaluation]],
         indices: dict[str, Array],
     ) -> Hyper:
         """Return hyperparameters with their next pending update, or with none in
@@ -247,7 +244,8 @@ class Stepper:
 
         :param values: unconstrained params.
         :param natural: natural parameters of the blocks.
-        :param at: the problem there, its pullback and the evaluation.
+        :param at: the problem there, its pullback, and a function that evaluates it,
+            for steps with an update.
         :param indices: indices of the minibatch, by plate.
         """
         hyper = state.hyper
@@ -261,7 +259,8 @@ class Stepper:
         def next_update(
             values: Any, optim_state: Any, at: tuple[Any, Any, Any]
         ) -> tuple[Any, Any]:
-            problem, pullback, evaluation = at
+            problem, pullback, evaluate = at
+            evaluation = evaluate()
             ascent = pullback(problem.gradient(evaluation, restricted=restricted))
             update = jax.tree.map(jnp.zeros_like, values)
             if (optim := self.plan.optim) is not None:
@@ -278,7 +277,7 @@ class Stepper:
             here = jax.tree.map(jnp.add, values, update)
             whole, pullback = self.problem_and_pullback(here, self.key(state), indices)
             problem = whole.restrict() if restricted else whole
-            there = whole, pullback, problem.evaluate(natural)
+            there = whole, pullback, partial(problem.evaluate, natural)
             more, optim_state = next_update(here, optim_state, there)
             return jax.tree.map(jnp.add, update, more), optim_state
 

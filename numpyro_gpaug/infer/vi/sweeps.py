@@ -81,7 +81,7 @@ def damped_sweep(
     schedules: dict[str, Any],
     step: Array,
     augmented: Array | None,
-) -> tuple[Natural, dict[str, Any], Evaluation, Array, Array]:
+) -> tuple[Natural, dict[str, Any], Array, Array]:
     """Update every block once by the step size of a schedule, for noisy bounds.
 
     A step is halved while the bound of its own rows falls. Noise is not the reason for
@@ -94,8 +94,8 @@ def damped_sweep(
     :param schedules: its state, by block.
     :param step: steps taken before.
     :param augmented: as for :func:`backtracked_sweep`.
-    :return: natural parameters, states of the schedule, the evaluation there, the bound
-        before, and the largest step size taken.
+    :return: natural parameters, states of the schedule, the bound before, and the
+        largest step size taken.
     """
     evaluation = problem.evaluate(natural)
     before = evaluation.bound
@@ -127,7 +127,7 @@ def damped_sweep(
                 problem, name, old, whole, size, evaluation
             )
         sizes.append(taken)
-    return natural, schedules, evaluation, before, jnp.stack(sizes).max()
+    return natural, schedules, before, jnp.stack(sizes).max()
 
 
 def _rising(
