@@ -4,7 +4,7 @@ are in the supports of their likelihoods."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -200,21 +200,35 @@ def check_observations(
     cached = {} if programs is None else programs
     names, compiled = from_cache(cached, arguments.shapes, compiled_flags)
     # A guide may be called in a trace that its arguments are not part of.
-    inside_all = compiled(arguments)
-    for (name, parameter), inside in zip(names, inside_all, strict=True):
+    check_valid(run, arguments, dict(zip(names, compiled(arguments), strict=True)))
+
+
+def check_valid(
+    run: Callable[[Arguments], Trace],
+    arguments: Arguments,
+    valid: Mapping[tuple[str, str], Array],
+) -> None:
+    """Raise if observations or parameters of their likelihoods are not valid.
+
+    :param run: returns a trace of the model at arguments.
+    :param arguments: its arguments.
+    :param valid: from :func:`valid_observations`; traced ones are not checked.
+    :raises ValueError: naming the site and what was expected.
+    """
+    for (name, parameter), inside in valid.items():
         # The model may close over traced values.
         if not isinstance(inside, jax.core.Tracer) and not inside:
             with numpyro.validation_enabled(is_validate=False):
                 message = run(arguments)[name]
             raise invalid_error(name, parameter, message)
-    check_flags(run, arguments, names)
+    _check_flags(run, arguments, valid)
 
 
 # Operations that copy numbers or change their dtype.
 _MOVES = {"copy", "convert_element_type", "reshape", "broadcast_in_dim", "gather"}
 
 
-def check_flags(
+def _check_flags(
     run: Callable[[Arguments], Trace],
     arguments: Arguments,
     parameters: Iterable[tuple[str, str]],

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpyro
 from jax import Array, random
 
 from numpyro_gpaug.guides import ConjugateGuide
@@ -33,12 +32,7 @@ from numpyro_gpaug.likelihoods.expectations import base_distribution
 from numpyro_gpaug.math.sharding import latents_on_devices
 from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.latents import Structure
-from numpyro_gpaug.model.observations import (
-    at_prior,
-    check_flags,
-    invalid_error,
-    valid_observations,
-)
+from numpyro_gpaug.model.observations import at_prior, check_valid, valid_observations
 from numpyro_gpaug.model.reading import IN_DENSITY
 from numpyro_gpaug.model.structure import Trace
 from numpyro_gpaug.model.validation import check_param
@@ -137,12 +131,8 @@ def check_start(
     structure = guide.structure
     for name, value in params.items():
         check_param(name, value, guide.constraints[name])
-    for (name, parameter), inside in valid.items():
-        if not np.asarray(inside).item():
-            with numpyro.validation_enabled(False):
-                trace = at_prior(model, structure, arguments, {**params, **given})
-            raise invalid_error(name, parameter, trace[name])
-    check_flags(partial(at_prior, model, structure), arguments, valid)
+    run = partial(at_prior, model, structure, values={**params, **given})
+    check_valid(run, arguments, valid)
     own = guide.own_params()
     if unknown := set(given) - set(params) - set(own):
         points = {k: f"{k}_auto_loc" for k in sorted(unknown)}
