@@ -10,17 +10,15 @@ from typing import Any
 import jax
 import numpy as np
 from jax import Array
-from numpyro.distributions import Distribution
 
 from numpyro_gpaug.errors import CholeskyError
 from numpyro_gpaug.math.arrays import is_traced, nan_unless
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.calls import check_count
 from numpyro_gpaug.model.costs import MAX_DENSE
-from numpyro_gpaug.model.left_out import LeftOut
 from numpyro_gpaug.predict.added_rows import without_added
 from numpyro_gpaug.predict.arguments import FitArguments, joined_rows
-from numpyro_gpaug.predict.mixture import Fitted, WithoutData
+from numpyro_gpaug.predict.mixture import Fitted
 from numpyro_gpaug.predict.predictor import Predictor, Prepared
 
 SMALL_BATCH = 128
@@ -84,17 +82,6 @@ class Calls:
         return called
 
     def __call__(self, what: str, arguments: Arguments, site: str, **how: Any) -> Any:
-        """Predict all rows at once; see :meth:`_padded`."""
-        return self._explained(self._padded(what, arguments, site, **how), arguments)
-
-    def _explained(self, answer: Any, arguments: Arguments) -> Any:
-        """Return an answer. If it has NaN, run the model with known arguments, which
-        raises for points outside of a mesh."""
-        if not is_traced(arguments) and _has_nan(answer):
-            self._predictor.run(arguments, self._fitted)
-        return answer
-
-    def _padded(self, what: str, arguments: Arguments, site: str, **how: Any) -> Any:
         """Predict all rows at once, with added rows if numbers of rows may share
         programs.
 
@@ -110,11 +97,25 @@ class Calls:
                 _, few = self._predictor.fewer(*given, **how)
                 more = {"unpadded": few[0].shape[1:]} if what == "draws" else {}
                 found = self._at_once(what, padded, site, **how, **more)
-                return without_added(found, few, arguments.num_rows)
+                found = without_added(found, few, arguments.num_rows)
             except (TypeError, ValueError):
                 # The error of the arguments without added rows has the right sizes.
                 pass
-        return self._at_once(what, arguments, site, **how)
+            else:
+                return self._explained(found, arguments)
+        return self.exactly(what, arguments, site, **how)
+
+    def exactly(self, what: str, arguments: Arguments, site: str, **how: Any) -> Any:
+        """Predict all rows at once, without added rows, which would belong to no group,
+        or be part of an average; parameters as for a call."""
+        return self._explained(self._at_once(what, arguments, site, **how), arguments)
+
+    def _explained(self, answer: Any, arguments: Arguments) -> Any:
+        """Return an answer. If it has NaN, run the model with known arguments, which
+        raises for points outside of a mesh."""
+        if not is_traced(arguments) and _has_nan(answer):
+            self._predictor.run(arguments, self._fitted)
+        return answer
 
     def _at_once(self, what: str, arguments: Arguments, site: str, **how: Any) -> Any:
         """Predict these rows."""
@@ -134,19 +135,6 @@ class Calls:
         given = arguments, self._fitted, self.marks, site
         return nan_unless(self._predictor.valid(*given), answer)
 
-    def left_out(
-        self, arguments: Arguments, site: str, together: LeftOut
-    ) -> Distribution | WithoutData:
-        """Predict observations from those of other groups.
-
-        :param arguments: the model's arguments, observations included.
-        :param site: the observed site.
-        :param together: the groups, by the places of their members.
-        """
-        # No rows are added, because they would belong to no group.
-        found = self._at_once("left_out", arguments, site, together=together)
-        return self._explained(found, arguments)
-
     def averages(
         self, arguments: Arguments, site: str, key: Array, num: int, of: Any, rows: Any
     ) -> Array:
@@ -163,9 +151,8 @@ class Calls:
         # Each member has complete pairs with opposite noise.
         each = 2 * -(-num // (2 * (self._fitted.size or 1)))
         how = {"key": key, "num": each, "of": of, "rows": rows}
-        # No rows are added, because they would be part of the average.
-        found = self._at_once("average", arguments, site, **how)
-        return self._explained(found, arguments)
+        found: Array = self.exactly("average", arguments, site, **how)
+        return found
 
     def draws(self, arguments: Arguments, site: str, key: Array, num: int) -> Array:
         """Draw function values jointly; the first axis runs over draws.
@@ -220,8 +207,8 @@ class Calls:
         proved = at_once or self._predictor.rows_independent(*called, size)
         # Rows that depend on one another are no block of others.
         if at_once or (rows <= MAX_DENSE and not proved):
-            predicted = self._padded if joint else self._at_once
-            return self._explained(predicted(what, arguments, site, **how), arguments)
+            predicted = self if joint else self.exactly
+            return predicted(what, arguments, site, **how)
         found = self._in_blocks(what, called, site, rows, size, **how)
         if not proved:
             # In another number, on which the model may depend, too.

@@ -677,7 +677,8 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
                 "log_prob of a fit without some groups"
             )
         together = LeftOut.of(labels.ravel())
-        found = self._calls.left_out(arguments, observed.name, together)
+        given = "left_out", arguments, observed.name
+        found = self._calls.exactly(*given, together=together)
         return self._without(found, arguments)
 
     def _without(self, found: Any, arguments: Arguments) -> Distribution:
