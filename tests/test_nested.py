@@ -3,6 +3,7 @@
 weighted draws against sums over grids."""
 
 import warnings
+from dataclasses import replace
 from functools import cache, partial
 from types import SimpleNamespace
 
@@ -30,6 +31,7 @@ from numpyro_gpaug.infer.nested.mirrors import mirrored
 from numpyro_gpaug.infer.nested.programs import Evaluated
 from numpyro_gpaug.infer.nested.proposal import Mode, Proposal, StudentT, tempered
 from numpyro_gpaug.infer.nested.refining import Pool, extended
+from numpyro_gpaug.infer.nested.report import overview
 from numpyro_gpaug.infer.nested.setup import MOST, CollapsedBounds
 from numpyro_gpaug.infer.nested.weighted import Weighted
 from numpyro_gpaug.math.importance import compensated_sum, smoothed
@@ -495,8 +497,7 @@ def test_fewer_draws_are_made_if_they_would_not_fit_into_memory(size, expected):
     assert gpaug.NestedVI(lambda: None)._draws_at(bound) == expected
 
 
-@pytest.mark.filterwarnings("ignore:k-hat")
-def test_a_sparse_process_is_named(of_counts, capsys):
+def test_a_sparse_process_is_named(of_counts):
     """Draws of a process with few inducing inputs neglect its residual, and the report
     says so. A chain of states at all times was once called sparse."""
 
@@ -506,14 +507,15 @@ def test_a_sparse_process_is_named(of_counts, capsys):
         with numpyro.plate("data", len(x)):
             numpyro.sample("y", dist.Poisson(jnp.exp(f)), obs=y)
 
+    def report(**how):
+        guide = gpaug.AutoLatentGaussian(model).setup(x, np.arange(9) % 3, **how)
+        programs = SimpleNamespace(structure=guide.structure)
+        return dict(overview(replace(of_counts._run, programs=programs), 1000))
+
     x = np.linspace(0, 3, 9)
-    nested = gpaug.NestedVI(model, num_points=32, num_draws=2, progress_bar=False)
-    nested.run(jax.random.key(0), x, np.arange(9) % 3, inducing=x[::3])
-    nested.print_summary()
-    for text in (repr(nested), capsys.readouterr().out):
-        assert "3 inducing values determine 9 values of f" in text
-    nested.run(jax.random.key(0), x, np.arange(9) % 3)
-    assert "inducing" not in repr(nested)
+    said = "3 inducing values determine 9 values of f; the residual is neglected"
+    assert report(inducing=x[::3])["sparse"] == said
+    assert "sparse" not in report()
     assert "inducing" not in repr(of_counts)
     assert "get_samples() returns 1000" in " ".join(repr(of_counts).split())
 
@@ -1293,7 +1295,7 @@ def test_a_bound_that_is_not_finite_is_explained():
 
 def test_other_devices_take_draws_in_batches(monkeypatch):
     """Arrays without elements (a chain without a border) are cut, too. The evidence is
-    that of draws one by one.
+    that of a sum over a grid.
     """
 
     def model(y=None):
@@ -1301,18 +1303,17 @@ def test_other_devices_take_draws_in_batches(monkeypatch):
         with numpyro.plate("data", 5):
             numpyro.sample("y", dist.Poisson(jnp.exp(z)), obs=y)
 
-    def evidence():
-        nested = gpaug.NestedVI(model, progress_bar=False)
-        nested.run(jax.random.key(0), np.array([1, 0, 2, 3, 2]))
-        assert nested.get_samples()["z"].shape[1:] == (5,)
-        found = nested.get_extra_fields()
-        # Draws that pad a batch are not counted.
-        assert found["evaluations"] < 100
-        return found["log_evidence"]
-
-    one_by_one = evidence()
+    counts, z = [1, 0, 2, 3, 2], np.linspace(-4, 4, 801)
+    mass, step = (z == 0).astype(float), 0.01 * stats.norm(z[:, None], 0.3).pdf(z)
+    for count in counts:
+        mass = mass @ step * stats.poisson(np.exp(z)).pmf(count)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    np.testing.assert_allclose(evidence(), one_by_one, atol=0.03)
+    walk = nested(model, np.array(counts))
+    assert walk.get_samples()["z"].shape[1:] == (5,)
+    found = walk.get_extra_fields()
+    # Draws that pad a batch are not counted.
+    assert found["evaluations"] < 100
+    np.testing.assert_allclose(found["log_evidence"], np.log(mass.sum()), atol=0.03)
 
 
 def test_evidence_counts_mirrored_modes():
