@@ -71,9 +71,10 @@ MISSED = 1.0
 # The number of steps without an increase that ends a search; the larger number for
 # noisy bounds; and the error in nats from which on bounds are noisy.
 PATIENCE, LONG_PATIENCE, RESOLVED = 5, 15, 0.1
-# A single step ends the search if the known curvature in all directions promises less
-# than this part of the tolerance.
-PROMISED = 0.01
+# With known curvature in all directions: the number of steps without an increase that
+# ends a search if they promise less than the tolerance. A single one ends it if it
+# promises less than this part of the tolerance.
+FEW, PROMISED = 2, 0.01
 # The largest relative difference of two bounds of one fit at the same hyperparameters.
 LARGEST_NOISE = 0.01
 
@@ -318,7 +319,9 @@ def patience(hyper: Hyper, tol: Any) -> Array:
     # For new directions only, not for a part of one.
     known = (search.memory.number > search.here.size) & (hyper.scale == 1)
     known = known & ~search.steepest & ~noisy
-    most = jnp.where(known & (_slope(hyper) < PROMISED * tol), 1, most)
+    promise = _slope(hyper)
+    most = jnp.where(known & (promise < tol), FEW, most)
+    most = jnp.where(known & (promise < PROMISED * tol), 1, most)
     most = jnp.where(search.exhausted, 0, most)
     return jnp.where(is_first_order(hyper), jnp.iinfo(jnp.int32).max, most)
 
