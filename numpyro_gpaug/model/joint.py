@@ -110,11 +110,11 @@ class JointView(View):
 
     def _at_zero(self, tree: Any) -> Any:
         """Return a part of the outputs of the run, at latents of zero."""
-        program = self._program
         leaves, treedef = jax.tree.flatten(tree)
         zeros = self._at(self._shapes | self.structure.functions)
         wanted = [leaf.variable for leaf in leaves]
-        return jax.tree.unflatten(treedef, program.run(wanted, self._still | zeros))
+        found = self._program.run(wanted, self._share(wanted) | zeros)
+        return jax.tree.unflatten(treedef, found)
 
     @property
     def loops(self) -> list[Loop | Declared]:
