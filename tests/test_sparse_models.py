@@ -22,6 +22,7 @@ from numpyro_gpaug.gaussians import Chain, Dense, Layout, Sparse
 from numpyro_gpaug.gaussians.rows import Rows
 from numpyro_gpaug.infer.nested import group_draws
 from numpyro_gpaug.infer.vi.checks import check_basis
+from numpyro_gpaug.math.compiling import jit
 from numpyro_gpaug.math.sparse_cholesky import with_sums
 from numpyro_gpaug.math.sparse_pattern import Pattern
 from numpyro_gpaug.model import reading
@@ -553,4 +554,42 @@ def test_a_step_is_compiled_for_gpus_as_well(always_sparse, monkeypatch):
     step = jax.jit(lambda state: svi.update(state, *args, y=COUNTS))
     text = export.export(step, platforms=["cuda"])(state).mlir_module()
     calls = set(re.findall(r"custom_call @([\w.]+)", text))
+    assert calls == {"cusolver_potrf_ffi"}
+
+
+@pytest.mark.slow  # one step above is quick
+@pytest.mark.parametrize("name", ["bym2", "steps"])
+def test_whole_fits_are_compiled_for_gpus_as_well(name, always_sparse, monkeypatch):
+    """What is chosen on a GPU gives the same numbers, and nothing calls the host."""
+    model, args = MODELS[name]
+
+    def found():
+        svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
+        fit = svi.run(KEY, 60, *args, y=COUNTS, progress_bar=False)
+        nested = gpaug.NestedVI(model, num_points=64, progress_bar=False)
+        nested.run(KEY, *args, y=COUNTS)
+        posteriors = svi.posterior(fit), nested.posterior()
+        means = [q.predict_y(*args).mean for q in posteriors]
+        return [fit.losses[-1], nested.get_extra_fields()["log_evidence"], *means]
+
+    expected, calls, seen, plain = found(), set(), set(), jit._program
+
+    def exported(self, quick):
+        program = plain(self, quick)
+
+        def run(*args, **kwargs):
+            shapes = str(jax.tree.map(jnp.shape, jax.tree.leaves(args)))
+            if (key := (self, shapes)) not in seen:
+                seen.add(key)
+                made = export.export(program, platforms=["cuda"])(*args, **kwargs)
+                calls.update(re.findall(r"custom_call @([\w.]+)", made.mlir_module()))
+            return program(*args, **kwargs)
+
+        return run
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jit, "_program", exported)
+    for one, two in zip(found(), expected, strict=True):
+        np.testing.assert_allclose(one, two, rtol=1e-3)
+    assert len(seen) > 10
     assert calls == {"cusolver_potrf_ffi"}
