@@ -448,3 +448,27 @@ def test_scales_are_not_learnt_from_fits_to_the_batch() -> None:
     found = noisy.run(jax.random.key(0), 600, gpaug.Batches((X, y), 50), **given)
     variances = [guide.other_median(x.params)["variance"] for x in (fit, found)]
     assert abs(variances[1] / variances[0] - 1) < 0.3
+
+
+@pytest.mark.parametrize("guide", [gpaug.AutoSparseGP, gpaug.AutoLatentGaussian])
+def test_lengthscales_are_learnt_beside_functions_that_are_known(guide) -> None:
+    """The lengthscale of full data is 2.3. If what is known from earlier batches were
+    about whitened latents, it would be 1.2: these latents follow each change slowly."""
+
+    def model(X, y=None, *, inducing):
+        lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0, 1))
+        kernel = gpaug.kernels.Matern52(lengthscale, 2.0)
+        f = gpaug.GaussianProcess("f", kernel, inducing)(X)
+        with numpyro.plate("data", len(X)):
+            numpyro.sample("y", dist.Normal(f, 0.2), obs=y)
+
+    rng = np.random.default_rng(1)
+    X = rng.uniform(-3, 3, (2000, 1)).astype(np.float32)
+    y = (np.sin(2 * X[:, 0]) + 0.2 * rng.normal(size=2000)).astype(np.float32)
+    given = {"inducing": X[:16], "progress_bar": False}
+    made = guide(model)
+    fit = gpaug.ConjugateSVI(model, made).run(jax.random.key(0), 50, X, y, **given)
+    noisy = gpaug.ConjugateSVI(model, made, optax.adam(0.02))
+    found = noisy.run(jax.random.key(0), 200, gpaug.Batches((X, y), 50), **given)
+    found, fit = (made.other_median(x.params)["lengthscale"] for x in (found, fit))
+    assert abs(found / fit - 1) < 0.1, (found, fit)

@@ -21,6 +21,8 @@ precision, as the structure lays it out. They are added. They have
   means are then not rounded like sums over rows. ``centred(centre)`` moves it to the
   means. Without a centre there is ``moved(z)``: natural parameters of latents, given
   those of deviations from ``z``;
+- perhaps ``changed(change)``: information about latents, given it about their
+  :class:`Change`;
 - ``diagonal``, of the precision, (latents, M);
 - perhaps ``inflation(variances)``, the errors of variances relative to rounding, if
   these are smaller than the variances times the diagonal.
@@ -60,6 +62,8 @@ from typing import Any, ClassVar, NamedTuple, Protocol, Self
 import jax
 import jax.numpy as jnp
 from jax import Array
+
+from numpyro_gpaug.math import linalg
 
 
 class Marginals(NamedTuple):
@@ -316,16 +320,41 @@ def drawn_white(prior: StructurePrior, q: Any, noise: Array) -> Array | None:
     return None if own is None else own(q, noise)
 
 
-def rebased(prior: GaussianPrior, natural: Any) -> Any:
+class Change(NamedTuple):
+    """A linear map between latents: the latents there, given the latents here.
+
+    :param groups: factors of the first latents, (latents, G R).
+    :param others: triangular matrices of all others, (latents, K, K).
+    """
+
+    groups: Array
+    others: Array
+
+    def undone(self, there: Array) -> Array:
+        """Return the latents here, (latents, G R + K)."""
+        cut = self.groups.shape[-1]
+        others = linalg.solve_lower(self.others, there[..., cut:, None])[..., 0]
+        return jnp.concatenate([there[..., :cut] / self.groups, others], -1)
+
+
+def rebased(prior: GaussianPrior, natural: Any, change: Change | None = None) -> Any:
     """Return natural parameters found under another prior of the same structure, with
     the part that is the prior's from this one. A prior with transitions has a method of
     this name.
 
     :param prior: a prior.
     :param natural: the natural parameters.
+    :param change: the latents under that prior; ``None`` if they are the same. Natural
+        parameters then have a method ``changed``.
     """
     own = getattr(prior, "rebased", None)
-    return natural if own is None else own(natural)
+    natural = natural if own is None else own(natural)
+    if change is None:
+        return natural
+    centre = getattr(natural, "centre", None)
+    known = prior.natural if centre is None else natural_at(prior, centre)
+    information = jax.tree.map(jnp.subtract, natural, known).changed(change)
+    return times(prior, information, None if centre is None else change.undone(centre))
 
 
 def centre_of(prior: GaussianPrior, q: Any) -> Array:

@@ -42,7 +42,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_gpaug.gaussians.base import Layout, Structure
+from numpyro_gpaug.gaussians.base import Change, Layout, Structure
 from numpyro_gpaug.gaussians.groups import (
     Blocks,
     GroupedMoments,
@@ -383,6 +383,11 @@ class ChainNatural(NamedTuple):
     def times(self, z: Array) -> Array:
         """Return the product of the precision, without links, with latents."""
         return GroupNatural(*self[:4], self.centre).times(z)
+
+    def changed(self, change: Change) -> ChainNatural:
+        """Return information about latents there as information about latents here."""
+        found = GroupNatural(*self[:4], self.centre).changed(change)
+        return self._replace(**found._replace(centre=self.centre)._asdict())
 
     @property
     def diagonal(self) -> Array:

@@ -29,7 +29,13 @@ from jax import Array, lax, random
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
-from numpyro_gpaug.gaussians.base import GaussianFactors, Marginals, Structure, selected
+from numpyro_gpaug.gaussians.base import (
+    Change,
+    GaussianFactors,
+    Marginals,
+    Structure,
+    selected,
+)
 from numpyro_gpaug.math import linalg
 from numpyro_gpaug.math.arrays import STATIC
 from numpyro_gpaug.math.blocks import (
@@ -158,6 +164,14 @@ class NaturalGaussian(NamedTuple):
         shift = linalg.matvec(self.precision, z)
         return self._replace(potential=self.potential + shift)
 
+    @linalg.precise
+    def changed(self, change: Change) -> NaturalGaussian:
+        """Return information about latents there as information about latents here."""
+        return NaturalGaussian(
+            linalg.vecmat(self.potential, change.others),
+            change.others.mT @ self.precision @ change.others,
+        )
+
     @property
     def diagonal(self) -> Array:
         """The diagonal of the precision, (..., M)."""
@@ -184,6 +198,10 @@ class CentredGaussian(NamedTuple):
     def centred(self, mean: Array) -> CentredGaussian:
         """Return the same with its centre at the means."""
         return self._replace(potential=jnp.zeros_like(mean), centre=mean)
+
+    def changed(self, change: Change) -> CentredGaussian:
+        """Return information about latents there as information about latents here."""
+        return CentredGaussian(*NaturalGaussian(*self[:2]).changed(change), self.centre)
 
     def times(self, z: Array) -> Array:
         """Return the product of the precision with latents (..., M)."""

@@ -36,7 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from numpyro_gpaug.gaussians.base import Layout, Structure
+from numpyro_gpaug.gaussians.base import Change, Layout, Structure
 from numpyro_gpaug.gaussians.bordered import Bordered
 from numpyro_gpaug.gaussians.dense import Moments
 from numpyro_gpaug.gaussians.rows import RowMap, Rows, shifts
@@ -199,6 +199,20 @@ class GroupNatural(NamedTuple):
         """The layout of the latents."""
         groups, each, corner = self.border.shape[1:]
         return Layout(groups, each, corner)
+
+    @linalg.precise
+    def changed(self, change: Change) -> GroupNatural:
+        """Return information about latents there as information about latents here."""
+        potential, corner = self.layout.split(self.potential)
+        own, others = change.groups.reshape(potential.shape), change.others
+        return self._replace(
+            potential=self.layout.joined(
+                own * potential, linalg.vecmat(corner, others)
+            ),
+            groups=own[..., :, None] * self.groups * own[..., None, :],
+            border=own[..., :, None] * self.border @ others[:, None],
+            corner=others.mT @ self.corner @ others,
+        )
 
     def moments(self) -> GroupMoments:
         """Return mean and factors of the covariance; NaN where the precision is not

@@ -344,5 +344,6 @@ def _(base: dist.TransformedDistribution, shape: tuple[int, ...]) -> Whitening |
         value=partial(transformed, found.value),
         spread=(found.spread, factors),
         numbers=found.numbers and numbers,
+        mixes=found.mixes or any("scale_tril" in v for v in made),
         chain=None,
     )

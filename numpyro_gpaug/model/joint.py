@@ -16,7 +16,7 @@ from jax import Array
 from jax.extend.core import Literal
 
 from numpyro_gpaug.errors import NotConjugateError
-from numpyro_gpaug.gaussians.base import StructurePrior
+from numpyro_gpaug.gaussians.base import Change, StructurePrior
 from numpyro_gpaug.gaussians.dense import AffineMap
 from numpyro_gpaug.gaussians.pairs import PairedMap
 from numpyro_gpaug.gp.conditional import Conditional, Outputs
@@ -462,6 +462,26 @@ class JointView(View):
     def priors(self) -> dict[str, StructurePrior]:
         """Return :attr:`prior` by block."""
         return {JOINT: self.prior}
+
+    def units(self) -> dict[str, Change]:
+        structure = self.structure
+        changes = hasattr(structure.form.natural, "changed")
+        if not changes or structure.basis is not None:
+            return {}
+        parts = self._program.outputs
+        found = {s.name: jnp.ones(s.shape, structure.dtype) for s in structure.sites}
+        for name, scales in self._at_zero(parts.spreads).items():
+            for scale in jax.tree.leaves(scales) if name not in parts.factors else ():
+                found[name] /= jnp.where(scale > 0, scale, 1)
+        flat = structure.joined(found)
+        cut = structure.size - structure.form.layout.others
+        others = jnp.diag(flat[cut:])
+        numbers = structure.split(np.arange(structure.size))
+        for name, f in self.conditionals.items():
+            own = numbers[f"{name}.v"].reshape(-1, numbers[f"{name}.v"].shape[-1]) - cut
+            places = own[:, :, None], own[:, None, :]
+            others = others.at[places].set(f.gp.whitener.inverse)
+        return {JOINT: Change(flat[None, :cut], others[None])}
 
     def other_sites(self) -> Trace:
         """Return the sample sites of all other latents."""

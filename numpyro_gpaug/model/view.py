@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, random
 
-from numpyro_gpaug.gaussians.base import Marginals
+from numpyro_gpaug.gaussians.base import Change, Marginals
 from numpyro_gpaug.gaussians.dense import AffineBlocks, AffineMap, Prior
 from numpyro_gpaug.gp.conditional import Conditional
 from numpyro_gpaug.likelihoods.expectations import Route, base_distribution
@@ -125,6 +125,15 @@ class View:
     def block_scale(self, block: Block) -> Any:
         """Return the factor of a block's KL divergence."""
         return 1
+
+    def units(self) -> dict[str, Change]:
+        """Return latents, given the values of the model's sites, by block.
+
+        Data determine the values of sites. While hyperparameters change, what is known
+        from earlier batches is therefore about these, not about whitened latents: Adam,
+        Chang, Khan and Solin (2021), Dual parameterization of sparse variational
+        Gaussian processes."""
+        return {}
 
 
 @jax.tree_util.register_dataclass
@@ -311,6 +320,13 @@ class ModelView(View):
         """Return the priors of every block, latent axis first."""
         blocks = self.structure.blocks
         return {block.name: prior_of(block, self._run.trace) for block in blocks}
+
+    def units(self) -> dict[str, Change]:
+        found = {}
+        for block in self.structure.processes:
+            inverse = self.conditional(block).gp.whitener.inverse
+            found[block.name] = Change(inverse[:, 0, :0], inverse)
+        return found
 
     def slopes(self) -> Array:
         """Return the weights of the blocks in function values and predictors, as a

@@ -15,9 +15,12 @@ from jax import Array
 
 from numpyro_gpaug.gaussians import Structure
 from numpyro_gpaug.gaussians.base import (
+    Change,
     GaussianFactors,
+    centre_of,
     drawn_white,
     log_density,
+    rebased,
     times,
 )
 from numpyro_gpaug.gaussians.dense import AffineMap, NaturalGaussian
@@ -275,6 +278,11 @@ class _Structured(NamedTuple):
             moved = white[1:] - white[0]
             found["the mean of whitened draws"] = white[:1]
             found["the covariance of whitened draws"] = moved.T @ moved
+        if hasattr(natural, "changed"):
+            natural = natural.centred(centre_of(prior, q))
+            here = rebased(prior, natural, self._change(dtype)).moments()
+            found["the mean after a change"] = here.mean
+            found["the covariance after a change"] = _covariance(here)
         if structure.independent.groups:
             found |= self._found_apart(prior, q, z[0])
         if self.other is not None:
@@ -287,6 +295,15 @@ class _Structured(NamedTuple):
                 "the variances of other latents": q.variances,
             }
         return found
+
+    def _change(self, dtype: Any) -> Change:
+        """Return a change of latents."""
+        others = self.structure.layout.others
+        groups = np.linspace(0.5, 2, self.structure.size - others)
+        if getattr(self.structure, "correlated", False):
+            groups = np.ones_like(groups)
+        triangle = np.tri(others) / 2
+        return Change(*(jnp.asarray(x[None], dtype) for x in (groups, triangle)))
 
     def _found_apart(self, prior: Any, q: Any, z: Array) -> dict[str, Array]:
         """Return the results for groups that are independent given all other latents,
@@ -351,6 +368,16 @@ class _Structured(NamedTuple):
             "the covariances of pairs": predicted[self.pairs(problem)][None],
             "the covariances of predictors": predicted[None],
         }
+        if hasattr(self.structure.natural, "changed"):
+            factors, triangle = (np.asarray(x[0]) for x in self._change(float))
+            change, cut = (
+                np.diag(np.append(factors, np.ones(len(triangle)))),
+                len(factors),
+            )
+            change[cut:, cut:] = triangle
+            here = np.linalg.inv(first + change.T @ added @ change)
+            found["the mean after a change"] = lean @ projection.T @ change @ here
+            found["the covariance after a change"] = here
         if getattr(self.structure, "correlated", False):
             # The lower triangle T with ``T' T`` equal to the prior's precision.
             lower = np.linalg.cholesky(first[::-1, ::-1]).T[::-1, ::-1]

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from numpyro_gpaug.gaussians.base import (
+    Change,
     GaussianPrior,
     Marginals,
     centre_of,
@@ -34,9 +35,9 @@ from numpyro_gpaug.gaussians.base import (
 from numpyro_gpaug.gaussians.dense import AffineBlocks, afresh, kept
 from numpyro_gpaug.gaussians.pairs import factors_of, slope_changes
 from numpyro_gpaug.infer.vi.differentiation import split_floats
+from numpyro_gpaug.math import linalg
 from numpyro_gpaug.math.arrays import STATIC
 from numpyro_gpaug.math.competition import edge_roots, laplacian_product
-from numpyro_gpaug.math.linalg import conjugate_gradients
 
 # Newton steps of means are refined at most so often, and while the last one promised
 # more than twice so many nats.
@@ -132,6 +133,8 @@ class LatentGaussian:
     :param constant: the part of the bound that does not depend on the blocks.
     :param unreached: by process, the function values that depend on at most one
         inducing value.
+    :param units: from :meth:`.View.units`; empty for problems whose natural parameters
+        are optimised before hyperparameters move.
     :param learns: whether evaluations keep the quantities that :meth:`gradient` needs.
     """
 
@@ -143,6 +146,7 @@ class LatentGaussian:
     likelihood: Any
     constant: Array | float
     unreached: dict[str, Array]
+    units: dict[str, Change] = field(default_factory=dict)
     learns: bool = field(default=False, metadata=STATIC)
     # Updates are loops of the compiled program. If every evaluation reads data, they
     # are Python loops (passes.py).
@@ -150,7 +154,13 @@ class LatentGaussian:
 
     @classmethod
     def seen(
-        cls, view: Any, bound: str, constant: Array | float, *, learns: bool
+        cls,
+        view: Any,
+        bound: str,
+        constant: Array | float,
+        *,
+        learns: bool,
+        moves: bool = False,
     ) -> Self:
         """Return the problem of a model at fixed hyperparameters.
 
@@ -158,6 +168,7 @@ class LatentGaussian:
         :param bound: ``"exact"`` or ``"augmented"``.
         :param constant: see the class.
         :param learns: see the class.
+        :param moves: whether the problem has :attr:`units`.
         """
         maps = {name: kept(map_) for name, map_ in view.maps().items()}
         priors = view.priors()
@@ -170,6 +181,7 @@ class LatentGaussian:
             likelihood=view.expected(bound),
             constant=constant,
             unreached=view.unreached(jax.tree.map(lax.stop_gradient, maps)),
+            units=view.units() if moves else {},
             learns=learns,
         )
 
@@ -223,8 +235,11 @@ class LatentGaussian:
         """Return the same problem for the natural parameters of :meth:`select`. It
         ignores all other latents, so the cost of a step depends on the selected latents
         only."""
-        priors = {k: selected(p, self.latents.get(k)) for k, p in self.priors.items()}
-        return replace(self, priors=priors, latents={})
+        priors, units = (
+            {k: selected(x, self.latents.get(k)) for k, x in all_latents.items()}
+            for all_latents in (self.priors, self.units)
+        )
+        return replace(self, priors=priors, units=units, latents={})
 
     def of_latent(self, name: str, index: Array | None) -> LatentGaussian:
         """Return the same problem with a single latent of one block.
@@ -241,11 +256,21 @@ class LatentGaussian:
             priors={**self.priors, name: prior},
         )
 
-    def rebased(self, natural: Natural) -> Natural:
+    def rebased(
+        self, natural: Natural, units: Mapping[str, Change] | None = None
+    ) -> Natural:
         """Return natural parameters found at other hyperparameters, with the part that
         is the prior's from the priors here. Most latents are whitened, and their priors
-        do not change."""
-        return {k: rebased(self.priors[k], n) for k, n in natural.items()}
+        do not change.
+
+        :param natural: natural parameters of all blocks.
+        :param units: the :attr:`units` there. The information of the data is then the
+            same about the values of the model's sites, otherwise about the latents.
+        """
+        changes = {k: _change(x, self.units[k]) for k, x in (units or {}).items()}
+        return {
+            k: rebased(self.priors[k], n, changes.get(k)) for k, n in natural.items()
+        }
 
     def evaluate(self, natural: Natural) -> Evaluation:
         """Return the bound and its derivatives at ``natural``."""
@@ -396,7 +421,7 @@ class LatentGaussian:
             (back,) = pull(bent)
             return {k: back[k] + self.pull(k, x) - still[k] for k, x in step.items()}
 
-        step, _ = conjugate_gradients(
+        step, _ = linalg.conjugate_gradients(
             curved, self.ascents(evaluation), partial(self.newton, evaluation)
         )
         return step
@@ -609,6 +634,7 @@ class LatentGaussian:
         restricted: bool = False,
         share: Array | float = 1.0,
         corrections: dict[str, Array] | None = None,
+        natural: Natural | None = None,
     ) -> tuple[Array, ...]:
         """Return derivatives of the bound with respect to all numbers in this problem
         (:func:`~numpyro_gpaug.infer.vi.differentiation.split_floats`).
@@ -626,8 +652,11 @@ class LatentGaussian:
         :param share: the share of the terms of the bound other than the expected
             log-likelihood; in a sum over blocks of rows, one block has all of them.
         :param corrections: from :meth:`corrections`.
+        :param natural: the natural parameters of the evaluation; needed if the problem
+            has :attr:`units`. Blocks then change as in :meth:`rebased`.
         """
-        q = evaluation.moments
+        moments = evaluation.moments
+        still = (self.restrict() if restricted else self).units
         floats, rebuild = split_floats(self)
 
         def followed(problem: LatentGaussian) -> Any:
@@ -636,7 +665,7 @@ class LatentGaussian:
             total = 0.0
             for name, step in (corrections or {}).items():
                 map_: Any = problem.maps[name]
-                mean: Array = q[name].mean
+                mean: Array = moments[name].mean
                 slopes: Any = evaluation.slopes[name]
                 at, moved = jax.jvp(map_.given, (mean,), (step,))
                 off = at.mean - evaluation.marginals[name].mean
@@ -650,6 +679,11 @@ class LatentGaussian:
             problem = whole.restrict() if restricted else whole
             maps = {name: afresh(map_) for name, map_ in problem.maps.items()}
             problem = replace(problem, maps=maps)
+            q = dict(moments)
+            if still:
+                assert natural is not None
+                moved = problem.rebased(natural, still)
+                q |= {name: moved[name].moments() for name in still}
             at = {name: problem._marginals(name, q[name]) for name in q}
             numbers, _ = split_floats(problem.likelihood)
             products = jax.tree.map(
@@ -705,6 +739,13 @@ class LatentGaussian:
         scaled = jax.tree.map(lambda x: x / self.scales[name], factors)
         information = self.maps[name].information(scaled, at.mean)
         return with_centre(self.priors[name], information)
+
+
+@linalg.precise
+def _change(there: Change, here: Change) -> Change:
+    """Return the latents there, given those here, from :meth:`.View.units`."""
+    others = there.others @ linalg.inverse_lower(here.others)
+    return Change(there.groups / here.groups, others)
 
 
 def _is_correlated(prior: Any) -> bool:

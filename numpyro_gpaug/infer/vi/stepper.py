@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax, random
 
-from numpyro_gpaug.gaussians.base import centred
+from numpyro_gpaug.gaussians.base import Change, centred
 from numpyro_gpaug.infer.vi import quasi_newton
 from numpyro_gpaug.infer.vi.differentiation import floats_of, vjp, with_zeros
 from numpyro_gpaug.infer.vi.elbo import drawn, other_terms
@@ -49,6 +49,8 @@ class Stepper:
         # The bound of one step can be compared with that of the next only if both are
         # computed on the same data and the same draws.
         self._comparable = not plan.noisy
+        # Draws of other latents are not moves of the hyperparameters.
+        self._moves = plan.learns and plan.noisy and not plan.guide.random_others
 
     @cached_property
     def _schedule(self) -> Schedule:
@@ -131,8 +133,8 @@ class Stepper:
         start = problem.unevaluated(state.natural)
         natural, evaluation, steps = self._sweep(problem, state, start)
 
-        at = problem, pullback, lambda: evaluation
-        hyper = self._next_hyper(state, values, natural, at, {})
+        at = problem, pullback, natural, lambda: evaluation
+        hyper = self._next_hyper(state, values, at, {})
         new = state._replace(
             hyper=hyper, natural=natural, step_sizes=steps, bound=evaluation.bound,
             unreached=problem.shares_unreached,
@@ -175,7 +177,10 @@ class Stepper:
         values = moved(state.hyper)
         whole, pullback = self.problem_and_pullback(values, key, indices)
         self._refuse_adaptive(whole)
-        state = state._replace(natural=whole.rebased(state.natural))
+        before: dict[str, Change] = {}
+        if self._moves:
+            before = self._view(state.hyper.values, key, indices)[0].units()
+        state = state._replace(natural=whole.rebased(state.natural, before))
         problem, old = whole.restrict(), whole.select(state.natural)
         natural, schedules, bound, size = damped_sweep(
             problem, old, self._schedule, state.schedule, state.step,
@@ -188,8 +193,8 @@ class Stepper:
             name: jax.tree.map(lambda x, y: (x + y) / 2, centred(old[name], q), q)
             for name, q in natural.items()
         }
-        at = whole, pullback, partial(problem.evaluate, between)
-        hyper = self._next_hyper(state, values, between, at, indices)
+        at = whole, pullback, between, partial(problem.evaluate, between)
+        hyper = self._next_hyper(state, values, at, indices)
         if self.plan.learns and self.plan.settings.hyper_every is None:
             hyper = limited(hyper, size)
         new = state._replace(
@@ -234,18 +239,17 @@ class Stepper:
         self,
         state: ConjugateState,
         values: Values,
-        natural: Natural,
-        at: tuple[LatentGaussian, Callable, Callable[[], Evaluation]],
+        at: tuple[LatentGaussian, Callable, Natural, Callable[[], Evaluation]],
         indices: dict[str, Array],
     ) -> Hyper:
         """Return hyperparameters with their next pending update, or with none in
-        between two updates. The blocks are fixed in whitened coordinates: by the
-        envelope theorem the gradient is the gradient of the optimised bound.
+        between two updates. The blocks are fixed in whitened coordinates, or with
+        minibatches in those of the model's sites: by the envelope theorem the gradient
+        is the gradient of the optimised bound.
 
         :param values: unconstrained params.
-        :param natural: natural parameters of the blocks.
-        :param at: the problem there, its pullback, and a function that evaluates it,
-            for steps with an update.
+        :param at: the problem there, its pullback, natural parameters of the blocks,
+            and a function that evaluates it, for steps with an update.
         :param indices: indices of the minibatch, by plate.
         """
         hyper = state.hyper
@@ -257,11 +261,14 @@ class Stepper:
         )
 
         def next_update(
-            values: Any, optim_state: Any, at: tuple[Any, Any, Any]
+            values: Any, optim_state: Any, at: tuple[Any, Any, Any, Any]
         ) -> tuple[Any, Any]:
-            problem, pullback, evaluate = at
+            problem, pullback, natural, evaluate = at
             evaluation = evaluate()
-            ascent = pullback(problem.gradient(evaluation, restricted=restricted))
+            slopes = problem.gradient(
+                evaluation, restricted=restricted, natural=natural
+            )
+            ascent = pullback(slopes)
             update = jax.tree.map(jnp.zeros_like, values)
             if (optim := self.plan.optim) is not None:
                 descent = jax.tree.map(jnp.negative, floats_of(ascent))
@@ -277,7 +284,9 @@ class Stepper:
             here = jax.tree.map(jnp.add, values, update)
             whole, pullback = self.problem_and_pullback(here, self.key(state), indices)
             problem = whole.restrict() if restricted else whole
-            there = whole, pullback, partial(problem.evaluate, natural)
+            before = (at[0].restrict() if restricted else at[0]).units
+            natural = problem.rebased(at[2], before)
+            there = whole, pullback, natural, partial(problem.evaluate, natural)
             more, optim_state = next_update(here, optim_state, there)
             return jax.tree.map(jnp.add, update, more), optim_state
 
@@ -319,19 +328,26 @@ class Stepper:
     ) -> LatentGaussian:
         """Run the model once, with the latents of the other guide drawn with
         ``key``."""
+        view, trace = self._view(values, key, indices)
+        augmented = self.plan.settings.updates == "augmented"
+        return LatentGaussian.seen(
+            view, "augmented" if augmented else "exact", other_terms(view, trace),
+            learns=self.plan.learns, moves=self._moves,
+        )  # fmt: skip
+
+    def _view(
+        self, values: Values, key: Array, indices: dict[str, Array]
+    ) -> tuple[Any, Any]:
+        """Return the view of the model, and the trace of the other guide."""
         params = constrained(self.plan.guide, values)
         plan, given = self.plan, {**params, **indices}
         trace = drawn(plan.guide.draw_others, key, given, *self._arguments.merge())
         others = {n: trace[n]["value"] for n in self._structure.others}
         filled = {**params, **others, **indices}
-        view: Any = plan.guide.view(
+        view = plan.guide.view(
             self._structure, plan.model, self._arguments, filled, key
         )
-        augmented = plan.settings.updates == "augmented"
-        return LatentGaussian.seen(
-            view, "augmented" if augmented else "exact", other_terms(view, trace),
-            learns=plan.learns,
-        )  # fmt: skip
+        return view, trace
 
     def problem_and_pullback(
         self, values: Values, key: Array, indices: dict[str, Array]
