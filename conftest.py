@@ -30,11 +30,11 @@ os.environ.setdefault("XLA_FLAGS", " ".join(flags))
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 
 # A program that another test has compiled, in this process or another, is read from
-# this folder. The processes of "pytest -n" find it in their environment.
+# this folder, if that takes less time than to write all that nobody reads. The processes of "pytest -n" find it in their environment.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     _PROGRAMS = tempfile.TemporaryDirectory(prefix="programs-")
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _PROGRAMS.name
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 
 import numpy  # noqa: E402, F401
 from threadpoolctl import threadpool_limits  # noqa: E402

@@ -59,8 +59,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Free memory after a file. Its fits are gone; frozen objects (traced programs) are
-    not searched again, which took seconds at a time.
+    """Free memory after a file. Frozen objects (traced programs, and the little garbage
+    among them) are not searched again, which took a second at a time, unless memory is
+    short.
     """
     if nextitem is None or nextitem.path != item.path:
         for known in vars(item.module).values():
@@ -70,7 +71,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         if _memory() > 6e9:
             gc.unfreeze()
             jax.clear_caches()
-        gc.collect()
+            gc.collect()
         gc.freeze()
 
 
