@@ -30,7 +30,8 @@ os.environ.setdefault("XLA_FLAGS", " ".join(flags))
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 
 # A program that another test has compiled, in this process or another, is read from
-# this folder, if that takes less time than to write all that nobody reads. The processes of "pytest -n" find it in their environment.
+# this folder: a long one, because writing those that nobody reads takes time, too. The
+# processes of "pytest -n" find it in their environment.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     _PROGRAMS = tempfile.TemporaryDirectory(prefix="programs-")
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _PROGRAMS.name
