@@ -278,7 +278,7 @@ def test_a_level_beside_groups_of_very_many_rows(members) -> None:
         with numpyro.plate("data", len(group)):
             numpyro.sample("y", dist.Normal(level + effect[group], 0.65), obs=y)
 
-    number = 1_000_000
+    number = 200_000
     group, noise = np.sort(np.arange(number) % members), rng.normal(size=number)
     y = (3 + rng.normal(size=members)[group] + 0.65 * noise).astype("float32")
     svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model), None)
