@@ -18,6 +18,7 @@ from scipy.special import softmax
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.model.gaussians import at_prior_means
+from numpyro_gpaug.model.inspect import inspect_model
 from tests.conftest import slow
 from tests.models import gram
 from tests.problems import moved, unfitted
@@ -563,8 +564,9 @@ def test_discrete_and_drawn_latents_and_softmax_are_refused():
             b = numpyro.sample("b", dist.Normal(0, 1))
             numpyro.sample("y", dist.Normal(b, 1), obs=y)
 
-    with pytest.raises(gpaug.NotConjugateError, match="'b' is in the plate 'data'"):
-        structure_of(drawn, jnp.ones(2))
+    for read in (structure_of, inspect_model):
+        with pytest.raises(gpaug.NotConjugateError, match="'b' is in the plate 'data'"):
+            read(drawn, jnp.ones(2))
 
     def softmax(X, y=None):
         w = numpyro.sample("w", dist.Normal(0, 1).expand([2, 3]).to_event(2))

@@ -32,7 +32,7 @@ from numpyro_gpaug.model.jaxpr import (
 from numpyro_gpaug.model.joint import REGISTERED
 from numpyro_gpaug.model.latents import Grouping, Structure
 from numpyro_gpaug.model.observations import check_constants, skipped_error
-from numpyro_gpaug.model.pitfalls import refuse_moving_support
+from numpyro_gpaug.model.pitfalls import refuse_drawn, refuse_moving_support
 from numpyro_gpaug.model.structure import (
     Block,
     Observed,
@@ -258,6 +258,7 @@ def inspect_model(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Struc
     """
     arguments = Arguments.split(args, kwargs)
     survey = Survey(model, arguments)
+    refuse_drawn(survey)
     for name in survey.chains:
         raise NotConjugateError(
             f'GaussianProcess("{name}", markov=True) needs AutoLatentGaussian(model) '
