@@ -269,7 +269,7 @@ def test_no_array_of_groups_by_groups_or_rows_by_groups(monkeypatch):
 @pytest.mark.parametrize("members", [3, 60])
 def test_a_level_beside_groups_of_very_many_rows(members) -> None:
     """A level and effects compensate for each other: the variance of the level is that
-    of the mean effect, and what determines it is a millionth of the weights."""
+    of the mean effect, and what determines it is a small part of the weights."""
 
     def model(group, y=None, *, members):
         level = numpyro.sample("level", dist.Normal(0, 10))
