@@ -140,8 +140,8 @@ def test_averages_of_processes(guide, markov) -> None:
     svi = gpaug.ConjugateSVI(process, guide(process))
     t = DOSE if markov else DOSE[:, None]
     how = {"markov": markov} | ({} if markov else {"inducing": t[::8]})
-    fit = svi.run(KEY, 20, t, (Y > 0).astype(int), **how, progress_bar=False)
-    posterior, new = svi.posterior(fit), t[::2] + np.float32(0.3)
+    posterior = moved(svi, 1, t, (Y > 0).astype(int), **how)
+    new = t[::2] + np.float32(0.3)
     f = posterior.predict_f(new)
     logits = posterior.average(new, of=lambda d: d.logits, by=np.arange(20))
     np.testing.assert_allclose(logits.mean, f.mean, atol=0.06)
@@ -150,8 +150,7 @@ def test_averages_of_processes(guide, markov) -> None:
 
 def test_forecasts_are_averaged() -> None:
     svi = gpaug.ConjugateSVI(walk, gpaug.AutoLatentGaussian(walk))
-    counts = RNG.poisson(np.exp(np.sin(np.arange(N) / 5)))
-    posterior = svi.posterior(svi.run(KEY, 20, counts, progress_bar=False))
+    posterior = moved(svi, 1, RNG.poisson(np.ones(N)))
     found = posterior.average(steps=N + 5, by=np.arange(N + 5))
     level = posterior.predict_f(steps=N + 5, site="level")
     ahead = np.exp(level.mean + level.variance / 2)
@@ -219,7 +218,7 @@ def test_questions_that_do_not_fit() -> None:
 
 def test_averages_of_very_many_equal_rows() -> None:
     fn = dist.Delta(jnp.full(2_000_000, 1.5624))
-    (found,) = over_rows(fn, None, {})
+    (found,) = jax.jit(over_rows)(fn, None, {})
     assert float(found) == pytest.approx(1.5624, rel=1e-5)
 
 

@@ -74,7 +74,7 @@ def test_memory_of_draws_does_not_grow_with_nodes_and_draws() -> None:
     # The exponent in its transformation is no parameter that is known.
     mixture = over_nodes(lambda z: dist.InverseGamma(6.0, jnp.exp(z[0])), 1)
     assert mixture._constraints() is None
-    number = 20_000
+    number = 10_000
     program = jax.jit(lambda key: mixture.sample(key, (number,)))
     compiled = program.lower(jax.random.key(0)).compile()
     every_draw_at_every_node = number * 3 * len(mixture.weights) * 4
