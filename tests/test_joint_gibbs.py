@@ -124,9 +124,10 @@ def test_a_step_with_gaussian_noise_is_a_draw_of_the_posterior(
     assert apart.max() < 6 * np.sqrt(2 / count)
 
 
-def test_runs_are_pickled_and_go_on() -> None:
+@pytest.mark.parametrize("model", [given, slow(mixed, id="beside NUTS")])
+def test_runs_are_pickled_and_go_on(model) -> None:
     mcmc = MCMC(
-        gpaug.AugmentedGaussian(mixed), num_warmup=1, num_samples=2, progress_bar=False
+        gpaug.AugmentedGaussian(model), num_warmup=1, num_samples=2, progress_bar=False
     )
     mcmc.run(KEY, X, GROUP, LABELS, likelihood=logistic)
     again = pickle.loads(pickle.dumps(mcmc))
