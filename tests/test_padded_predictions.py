@@ -10,7 +10,7 @@ import pytest
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.predict import calls
-from numpyro_gpaug.predict.added_rows import without_added
+from numpyro_gpaug.predict.added_rows import PartsDifferError, without_added
 from numpyro_gpaug.predict.mixture import WithoutData
 from tests.conftest import compilations
 from tests.problems import moved, unfitted
@@ -236,6 +236,21 @@ def test_an_error_has_the_numbers_of_the_arguments() -> None:
     before = compilations("_answer")
     posterior.predict_y(X[:8], GROUP[:8])
     assert compilations("_answer") == before
+
+
+def test_a_fault_of_added_rows_is_raised(monkeypatch) -> None:
+    """Once it was passed over, and every number of rows compiled."""
+    posterior = joint_fit(mixed)
+    posterior.predict_y(X[:5], GROUP[:5])
+    differ = iter([PartsDifferError("of a class"), ValueError("a fault")])
+
+    def fails(*args):
+        raise next(differ)
+
+    monkeypatch.setattr(calls, "without_added", fails)
+    assert posterior.predict_y(X[:6], GROUP[:6]).batch_shape == (6,)
+    with pytest.raises(ValueError, match="a fault"):
+        posterior.predict_y(X[:7], GROUP[:7])
 
 
 def test_so_has_an_error_of_a_prediction_in_blocks() -> None:

@@ -19,6 +19,11 @@ from numpyro_gpaug.math.whitening import cholesky_of_sums
 from numpyro_gpaug.predict.mixture import FunctionValues
 
 
+class PartsDifferError(TypeError):
+    """The distributions of two numbers of rows differ in more than shapes of arrays, as
+    those of a user's class may, which cannot be predicted with added rows."""
+
+
 def without_added(found: Any, few: Any, num: int) -> Any:
     """Return a prediction for the first rows alone.
 
@@ -27,7 +32,7 @@ def without_added(found: Any, few: Any, num: int) -> Any:
     :param few: the same prediction, or its shapes, for another number of rows. Sizes
         that differ run over rows.
     :param num: how many rows to keep.
-    :raises TypeError: for a distribution with attributes that differ otherwise.
+    :raises PartsDifferError: for a distribution with attributes that differ otherwise.
     """
     if isinstance(found, FunctionValues) and found.mean.ndim != 1:
         whole, covariance = found
@@ -59,7 +64,7 @@ def without_added(found: Any, few: Any, num: int) -> Any:
     if type(found) is int:
         return found if found == few else num
     if found is not few and found != few:
-        raise TypeError(f"the parts {found} and {few} of predictions differ")
+        raise PartsDifferError(f"the parts {found} and {few} of predictions differ")
     return found
 
 

@@ -16,7 +16,7 @@ from numpyro_gpaug.math.arrays import is_traced, nan_unless
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.calls import check_count
 from numpyro_gpaug.model.costs import MAX_DENSE
-from numpyro_gpaug.predict.added_rows import without_added
+from numpyro_gpaug.predict.added_rows import PartsDifferError, without_added
 from numpyro_gpaug.predict.arguments import FitArguments, joined_rows
 from numpyro_gpaug.predict.mixture import Fitted
 from numpyro_gpaug.predict.predictor import Predictor, Prepared
@@ -98,9 +98,12 @@ class Calls:
                 more = {"unpadded": few[0].shape[1:]} if what == "draws" else {}
                 found = self._at_once(what, padded, site, **how, **more)
                 found = without_added(found, few, arguments.num_rows)
+            except PartsDifferError:
+                pass
             except (TypeError, ValueError):
                 # The error of the arguments without added rows has the right sizes.
-                pass
+                self._at_once(what, arguments, site, **how)
+                raise
             else:
                 return self._explained(found, arguments)
         return self.exactly(what, arguments, site, **how)
