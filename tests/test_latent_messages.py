@@ -157,10 +157,12 @@ def test_draws_have_the_density_of_their_values():
         b = numpyro.sample("b", dist.Normal(0, 2))
         with numpyro.plate("groups", 4):
             a = numpyro.sample("a", dist.Normal(b, 3))
-        covariance = jnp.array([[2.0, 0.5], [0.5, 1.0]])
-        c = numpyro.sample("c", dist.MultivariateNormal(jnp.zeros(2), covariance))
+        c = numpyro.sample("c", jointly)
         with numpyro.plate("data", len(t)):
             numpyro.sample("y", dist.Normal(a[GROUP] + c[0] * t + c[1], 0.5), obs=y)
+
+    factor = np.linalg.cholesky([[2.0, 0.5], [0.5, 1.0]])
+    jointly = dist.MultivariateNormal(jnp.zeros(2), scale_tril=factor)
 
     guide = gpaug.AutoLatentGaussian(normal)
     svi = gpaug.ConjugateSVI(normal, guide, None)
