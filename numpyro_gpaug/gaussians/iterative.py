@@ -405,10 +405,6 @@ class Iterative(Sparse):
         return Layout(0, 0, self.size)
 
     @cached_property
-    def _apart(self) -> np.ndarray:
-        return np.zeros(0, int)
-
-    @cached_property
     def _eliminated(self) -> np.ndarray:
         """Whether each node has no neighbour before it, (N,)."""
         return np.diff(self.pattern.starts) == 1
