@@ -37,18 +37,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 # The longest files go first, so that the processes end together.
 LONGEST = (
-    "nested", "latent_gaussian", "learning", "gibbs", "conjugate", "nested_predictions",
-    "latent_messages", "diagnostics", "group_models", "streams", "function_space",
-    "devices", "process", "sparse_models", "spatial", "fields", "joint_gibbs", "linked",
-    "calibration_of_samplers", "posterior", "faults_files", "kernels", "left_out",
-    "latent_predictions", "structures", "faults_inputs", "m_steps", "multiclass",
-    "resolution", "faults_numerics", "loadings", "faults_runs", "start", "joint_slices",
-    "robustness", "likelihood_distributions", "random_problems", "routes",
-    "polya_gamma", "padding", "refusals", "whitening", "generalized_inverse_gaussian",
-    "chain_models", "pg_sampler", "augmentations", "correlated_data",
-    "augmented_expectations", "vi_against_mcmc", "expectations", "handlers", "closures",
-    "markov", "known_rows", "scanned_models", "sparse_cholesky", "nested_groups",
-    "dtypes", "robust_max",
+    "nested", "markov", "sparse_models", "latent_gaussian", "refusals",
+    "groups_left_out", "likelihood_distributions", "latent_messages", "gibbs",
+    "padded_predictions", "learning", "nested_predictions", "diagnostics", "linked",
+    "group_models", "tables", "fields", "structures", "batches", "faults_numerics",
+    "posterior", "predictor_mixture", "faults_runs", "crossed", "conjugate", "left_out",
+    "many_responses", "function_space", "faults_inputs", "streams", "spatial",
+    "joint_gibbs", "devices", "columns", "averages", "calibration_of_samplers",
+    "joint_slices", "resolution", "scanned_models", "latent_predictions", "routes",
+    "multiclass", "programs", "faults_files", "kernels", "augmentations", "start",
+    "padding", "loadings", "m_steps", "checks", "polya_gamma", "priors", "chain_models",
+    "whitening", "correlated_data", "process", "robustness", "blocks",
+    "sparse_cholesky", "generalized_inverse_gaussian", "known_rows", "inducing",
+    "other_data", "pg_sampler", "robust_max", "nested_groups", "vi_against_mcmc",
+    "handlers", "frontier", "precision",
 )  # fmt: skip
 
 
