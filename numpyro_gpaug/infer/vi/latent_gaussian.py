@@ -744,8 +744,10 @@ class LatentGaussian:
 @linalg.precise
 def _change(there: Change, here: Change) -> Change:
     """Return the latents there, given those here, from :meth:`.View.units`."""
-    others = there.others @ linalg.inverse_lower(here.others)
-    return Change(there.groups / here.groups, others)
+    # Not the product with the inverse here: if nothing changes, nothing is rounded.
+    moved = linalg.inverse_lower(here.others) - linalg.inverse_lower(there.others)
+    eye = jnp.eye(moved.shape[-1], dtype=moved.dtype)
+    return Change(there.groups / here.groups, eye + there.others @ moved)
 
 
 def _is_correlated(prior: Any) -> bool:

@@ -180,7 +180,15 @@ class Stepper:
         before: dict[str, Change] = {}
         if self._moves:
             before = self._view(state.hyper.values, key, indices)[0].units()
-        state = state._replace(natural=whole.rebased(state.natural, before))
+        natural = whole.rebased(state.natural, before)
+        if before:
+            # Where kernel matrices are close to singular, rounding may leave precisions
+            # that are not positive definite.
+            found = [n.moments().log_det.ravel() for n in natural.values()]
+            fine = jnp.isfinite(jnp.concatenate(found)).all()
+            known = whole.rebased(state.natural)
+            natural = jax.tree.map(partial(jnp.where, fine), natural, known)
+        state = state._replace(natural=natural)
         problem, old = whole.restrict(), whole.select(state.natural)
         natural, schedules, bound, size = damped_sweep(
             problem, old, self._schedule, state.schedule, state.step,
