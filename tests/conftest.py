@@ -5,14 +5,13 @@ import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import _lru_cache_wrapper, cache
+from functools import _lru_cache_wrapper
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from jax._src.interpreters import mlir
 
 try:
     from jax import enable_x64
@@ -60,24 +59,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: ranks.get(item.path.stem, len(LONGEST)))
 
 
-# JAX lowers every program in a context of its own, in which MLIR registers all of its
-# operations: a quarter of the time of a small program, and half of its memory. The
-# programs of a file share one, but for those that are lowered inside of another.
-_new_context = mlir.make_ir_context
-_context_of_file = cache(_new_context)
-
-
-def _context() -> Any:
-    try:
-        inside = mlir.ir.Context.current is not None
-    except ValueError:  # in earlier versions, where there is none
-        inside = False
-    return _new_context() if inside else _context_of_file()
-
-
-mlir.make_ir_context = _context
-
-
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """Free memory after a file. Frozen objects (traced programs, and the little garbage
@@ -89,7 +70,6 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
             own = getattr(known, "__module__", None) == item.module.__name__
             if own and isinstance(known, _lru_cache_wrapper):
                 known.cache_clear()
-        _context_of_file.cache_clear()
         if _memory() > 6e9:
             gc.unfreeze()
             jax.clear_caches()
