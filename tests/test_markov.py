@@ -407,7 +407,7 @@ def test_steps_continue_from_the_means_of_states():
     y = np.float32(y)
     svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
     state = svi.init(jax.random.key(0), t, noise, y)
-    for _ in range(4):
+    for _ in range(8):
         state, loss = svi.update(state, t, noise, y)
     d = np.sqrt(5) * abs(t[:, None] - t) / 100
     whole = 7 * (1 + d + d**2 / 3) * np.exp(-d) + np.diag(np.float64(noise) ** 2) + 1e4

@@ -307,7 +307,7 @@ def test_a_long_path_with_few_data_keeps_its_slow_variation():
     svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
     y = np.float32([0.1, -0.3, 0.2, 0.5])
     fit = svi.run(jax.random.key(0), 3, seen, y, progress_bar=False)
-    prior = np.linalg.pinv(np.diag(path.sum(1)) - path.toarray())
+    prior = np.linalg.pinv(np.diag(path.sum(1)) - path.toarray(), hermitian=True)
     prior /= np.exp(np.log(np.diag(prior)).mean())
     across = prior[:, seen]
     known = 9 + across[seen] + 0.25 * np.eye(len(seen))
@@ -418,7 +418,7 @@ def test_integrated_hyperparameters_of_a_field(always_sparse, monkeypatch):
     assert one == pytest.approx(two, abs=0.15)
 
 
-GRAPH_COVARIANCE = np.linalg.pinv(np.diag(lattice().sum(0)) - lattice())
+GRAPH_COVARIANCE = np.linalg.pinv(np.diag(lattice().sum(0)) - lattice(), hermitian=True)
 COVARIANCES = {
     "car": np.linalg.inv(2 * (np.diag(lattice().sum(0)) - 0.9 * lattice())),
     "icar": 0.36 * GRAPH_COVARIANCE
