@@ -472,3 +472,22 @@ def test_lengthscales_are_learnt_beside_functions_that_are_known(guide) -> None:
     found = noisy.run(jax.random.key(0), 200, gpaug.Batches((X, y), 50), **given)
     found, fit = (made.other_median(x.params)["lengthscale"] for x in (found, fit))
     assert abs(found / fit - 1) < 0.1, (found, fit)
+
+
+def test_precisions_stay_positive_definite_and_symmetric_beside_singular_kernels():
+    """Without symmetry, the precision was refused where another fit continued."""
+
+    def model(X, y=None, *, inducing):
+        lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0, 1))
+        kernel = gpaug.kernels.SquaredExponential(lengthscale)
+        f = gpaug.GaussianProcess("f", kernel, inducing)(X)
+        with numpyro.plate("data", len(X)):
+            numpyro.sample("y", dist.Normal(f, 0.02), obs=y)
+
+    X = np.linspace(0, 10, 20_000, dtype=np.float32)[:, None]
+    batches = gpaug.Batches((X, np.sin(X[:, 0])), 100)
+    given = {"inducing": X[::333], "progress_bar": False}
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), optax.adam(0.2))
+    precision = svi.run(KEY, 100, batches, **given).params["f.v_auto_precision"]
+    assert np.linalg.eigvalsh(precision).min() > 0
+    assert np.abs(precision - precision.T).max() < 1e-6 * np.abs(precision).max()

@@ -167,10 +167,10 @@ class NaturalGaussian(NamedTuple):
     @linalg.precise
     def changed(self, change: Change) -> NaturalGaussian:
         """Return information about latents there as information about latents here."""
-        return NaturalGaussian(
-            linalg.vecmat(self.potential, change.others),
-            change.others.mT @ self.precision @ change.others,
-        )
+        precision = change.others.mT @ self.precision @ change.others
+        # Otherwise rounding errors of many changes would make it unsymmetric.
+        precision = jnp.tril(precision) + jnp.tril(precision, -1).mT
+        return NaturalGaussian(linalg.vecmat(self.potential, change.others), precision)
 
     @property
     def diagonal(self) -> Array:
