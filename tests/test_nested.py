@@ -531,7 +531,7 @@ def test_draws_go_to_arviz(of_counts):
     )
     with pytest.raises(TypeError, match="has its own model and arguments"):
         gpaug.diagnostics.to_datatree(jax.random.key(0), of_counts, None, None, GROUP)
-    with pytest.raises(TypeError, match="pass a guide and its params"):
+    with pytest.raises(TypeError, match="pass a guide and its params, to_datatree"):
         gpaug.diagnostics.to_datatree(jax.random.key(0), poisson)
     mcmc = MCMC(NUTS(poisson), num_warmup=1, num_samples=1)
     with pytest.raises(TypeError, match="from_numpyro"):

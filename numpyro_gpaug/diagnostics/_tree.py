@@ -299,7 +299,11 @@ def to_datatree(
             "log_likelihood=True)"
         )
     if guide is None or params is None:
-        raise TypeError("pass a guide and its params, or a NestedVI after its run")
+        raise TypeError(
+            "pass a guide and its params, to_datatree(key, model, guide, "
+            "result.params, X, y), or a NestedVI after its run, to_datatree(key, "
+            "nested)"
+        )
     _check(guide, params, num_samples)
     args, kwargs, labels = Columns.read(model, args, kwargs)
     arguments = Arguments.split(args, kwargs)

@@ -166,7 +166,7 @@ def _as_csr(adjacency: Any) -> Any:
         raise TypeError(
             "adjacency is traced, and a graph must be known when the model is traced. "
             "Pass a NumPy array or a SciPy sparse matrix that is not an argument of "
-            "the compiled function"
+            "the model, but a global that it reads"
         )
     if not sparse.issparse(adjacency):
         adjacency = np.asarray(adjacency, float)

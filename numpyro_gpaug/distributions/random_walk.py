@@ -301,7 +301,8 @@ def _steps(points: ArrayLike) -> _Steps:
     if isinstance(points, jax.core.Tracer):
         raise TypeError(
             "points are traced, and must be known when the model is traced. Pass a "
-            "NumPy array that is not an argument of the compiled function"
+            "NumPy array that is not an argument of the model, but a global that it "
+            "reads"
         )
     points = np.asarray(points, float)
     if points.ndim != 1 or len(points) < 2:

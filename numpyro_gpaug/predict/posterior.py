@@ -374,10 +374,11 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
                 )
             raise KeyError(
                 f"{site!r} is not among the Gaussian latents "
-                f"{[*self._sites, *weights]}. predict_f(..., site=...) predicts the "
-                f"processes {[*self.processes]}, and after AutoLatentGaussian "
-                "deterministic sites; numpyro.infer.Predictive(model, guide=guide, "
-                "params=result.params, num_samples=...) draws every site"
+                f"{[*self._sites, *weights]}. predict_f(..., site=...) predicts a "
+                "process, and after AutoLatentGaussian or NestedVI a deterministic "
+                "site. Draws of every site, hyperparameters included, are in "
+                "nested.get_samples(), or after ConjugateSVI from numpyro.infer."
+                "Predictive(model, guide=guide, params=result.params, num_samples=...)"
             )
         return weights[site]
 

@@ -128,8 +128,9 @@ def overview(run: Any, num_samples: int) -> list[tuple[str, str]]:
         evidence = f"{weighted.log_evidence:.3f}, {error}"
     rows.append(("log evidence", evidence))
     if failures := int(weighted.failed.sum()):
+        where = f"at {failures} of {num} hyperparameters"
         lost = f"about {weighted.loss:.1%} of the posterior is there"
-        rows.append(("failures", f"at {failures} of {num} hyperparameters; {lost}"))
+        rows.append(("failures", f"no finite density {where}; {lost}"))
     seconds = run.clock.seconds
     parts = ", ".join(f"{name} {spent:.2f}" for name, spent in seconds.items())
     work = f"{run.evaluations} evaluations of the collapsed bound in "
