@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 # The noise that breaks ties, in nats.
 TIED = 1e-7
-# The part of the observations that may have a large k without a warning of compare.
-MANY = 0.1
+# The part of the observations of the first model that may have a large k without a
+# warning of compare.
+MANY = 0.5
 
 
 def loo(tree: DataTree, site: str | None = None, *, correct: bool = True) -> Any:
@@ -154,8 +155,9 @@ def compare(
         standard error ``dse``, all in nats summed over observations, and ``weight`` of
         the stacked predictions; and ``bad_k``, the number of observations with a
         ``pareto_k`` above ArviZ's ``good_k`` (0.7 from 2200 draws on). :func:`loo`
-        warns about these observations. If more than a tenth are, so does this function,
-        because ``elpd`` is not reliable then.
+        warns about these observations: if there are many, ``elpd`` is not reliable, and
+        probably too high. This function warns if the first model has a large
+        ``pareto_k`` for most observations.
         ArviZ 1 adds diagnostics and rounds; :func:`loo` has unrounded values. The sign
         of ``elpd_diff`` is ArviZ's: positive in 0.8, negative in 1.3. If a terminal is
         too narrow, pandas leaves out columns: use ``print(table.to_string())``.
@@ -207,11 +209,11 @@ def compare(
         scores = {n: loo(tree, site, correct=correct) for n, tree in trees.items()}
     table = _ranked(scores)
     bad = {n: int((s.pareto_k > s.good_k).sum()) for n, s in scores.items()}
-    most = {n: k for n, k in bad.items() if k > MANY * scores[n].n_data_points}
-    if most:
+    best = table.index[0]
+    if bad[best] > MANY * expected.size:
         warnings.warn(
-            f"the rank of {[*most]} is not reliable: reweighted draws cannot leave out "
-            f"{[*most.values()]} of {expected.size} observations (bad_k). Compare "
+            f"the first rank, of {best!r}, is not reliable: reweighted draws cannot "
+            f"leave out {bad[best]} of {expected.size} observations (bad_k). Compare "
             "posterior.leave_one_out(...).log_prob(y), or log densities of new data",
             stacklevel=2,
         )
