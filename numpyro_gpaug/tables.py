@@ -38,7 +38,7 @@ __all__ = ["TableClassifier", "kernel", "model", "num_inducing", "tempered"]
 FEW = 30
 # With many columns: the number of rows per column from which on each gets a lengthscale
 # of its own for a trial, and the nats per column that this must gain. Half of a
-# lengthscale must gain as much, and so must each hyperparameter of a regression.
+# lengthscale must gain as much, and so must a regression.
 ROWS, GAIN = 10, 1.0
 # The standard deviation of the logarithm of a lengthscale that is fixed.
 FIXED = 0.01
@@ -77,9 +77,10 @@ class TableClassifier(ClassifierMixin, BaseEstimator):
     largest at functions that are too smooth.
 
     With eight classes or more, a regression on indicators of the classes is tried
-    first. It learns the kernel by the labels that are left out, and has an inducing
-    input for each of up to 2000 rows, because all classes share one covariance. It is
-    kept if it predicts labels that are left out better than a softmax with its kernel.
+    first. It learns the kernel by the labels of half of the rows, each left out, and
+    has an inducing input for each of up to 2000 rows, because all classes share one
+    covariance. It is kept if it predicts the other labels, each left out, better than a
+    softmax with its kernel.
 
     It is a classifier of scikit-learn, for pipelines and cross-validation, and can be
     pickled. Fits of similar tables share compiled programs. Columns are numbers: encode
@@ -141,22 +142,32 @@ class TableClassifier(ClassifierMixin, BaseEstimator):
         fit, self.regression_ = self._chosen(X, scales)
         self._X, self._scale, self.result_ = fit.X, fit.scale, fit.result
         self.posterior_ = fit.posterior
-        self._left_out = (self.regression_ or fit).left_out
-        self._weights = softmax(log_posterior(self._left_out, self._codes))
+        own = self.regression_
+        self._judges = np.arange(len(X)) if own is None else own.judges
+        self._left_out = (own or fit).left_out[self._judges]
+        codes = self._codes[self._judges]
+        self._weights = softmax(log_posterior(self._left_out, codes))
         return self
 
     def _chosen(
         self, X: np.ndarray, scales: list[Any]
     ) -> tuple[_Fit, Regression | None]:
         """Return a fit; of many classes with a regression and its kernel, if labels
-        that are left out, which chose its hyperparameters, gain more than by chance."""
+        that did not choose its hyperparameters are predicted better, each left out."""
         if len(self.classes_) < MANY:
             return self._searched(X, scales), None
-        given = self._codes, self.seed
-        tried = [(s, regress(_kernel, self._scaled(X, s), *given)) for s in scales]
-        scale, found = max(tried, key=lambda each: self._score(each[1]))
-        fit = self._fit(X, scale, apart=True, start=found.kernel_values, steps=1)
-        if self._score(found) > self._score(fit) + GAIN * len(found.values):
+        # Of many columns, with and without lengthscales of their own.
+        builds = (_kernel,) if X.shape[1] <= FEW else (_kernel, kernel)
+        tried = [
+            (scale, regress(build, self._scaled(X, scale), self._codes, self.seed))
+            for scale in scales
+            for build in builds
+        ]
+        judges = tried[0][1].judges
+        scale, found = max(tried, key=lambda each: self._score(each[1], judges))
+        start = found.kernel_values
+        fit = self._fit(X, scale, apart="relative" in start, start=start, steps=1)
+        if self._score(found, judges) > self._score(fit, judges) + GAIN:
             return fit, found
         return self._searched(X, scales), None
 
@@ -227,8 +238,9 @@ class TableClassifier(ClassifierMixin, BaseEstimator):
         return self.classes_[probs.argmax(1)]
 
     def beside_boosting(self) -> dict[str, float]:
-        """Return the mean negative log-likelihoods of the labels of the fit: ``own``,
-        each left out; ``boosting``, of scikit-learn's gradient boosting, by
+        """Return the mean negative log-likelihoods of the labels of the fit (after a
+        regression, of those that it did not learn from): ``own``, each left out;
+        ``boosting``, of scikit-learn's gradient boosting, by
         cross-validation; and ``se``, the standard error of their difference.
 
         Warns if boosting is better by more than two standard errors.
@@ -236,7 +248,7 @@ class TableClassifier(ClassifierMixin, BaseEstimator):
         from sklearn.ensemble import HistGradientBoostingClassifier
         from sklearn.model_selection import StratifiedKFold, cross_val_predict
 
-        y, rows = self._codes, np.arange(len(self._codes))
+        y = self._codes
         folds = StratifiedKFold(FOLDS, shuffle=True, random_state=self.seed)
         with warnings.catch_warnings():
             # A class may have fewer rows than there are parts.
@@ -245,9 +257,11 @@ class TableClassifier(ClassifierMixin, BaseEstimator):
                 HistGradientBoostingClassifier(random_state=self.seed),
                 self._X, y, cv=folds, method="predict_proba",
             )  # fmt: skip
-        own = -self._left_out[rows, y]
-        theirs = -log_probs(boosted)[rows, y]
-        se = float((own - theirs).std() / np.sqrt(len(y)))
+        judged = y[self._judges]
+        rows = np.arange(len(judged))
+        own = -self._left_out[rows, judged]
+        theirs = -log_probs(boosted)[self._judges][rows, judged]
+        se = float((own - theirs).std() / np.sqrt(len(judged)))
         found = {"own": float(own.mean()), "boosting": float(theirs.mean()), "se": se}
         if found["own"] - found["boosting"] > BETTER * se:
             warnings.warn(
@@ -313,8 +327,10 @@ class TableClassifier(ClassifierMixin, BaseEstimator):
         left_out = log_probs(posterior.leave_one_out(X, self._codes).probs)
         return _Fit(scale, X, given, result, posterior, medians, left_out)
 
-    def _score(self, fit: _Fit | Regression) -> float:
-        return float(logsumexp(log_posterior(fit.left_out, self._codes)))
+    def _score(self, fit: _Fit | Regression, rows: Any = slice(None)) -> float:
+        """Return the log probability of the labels of some rows, each left out."""
+        found = log_posterior(fit.left_out[rows], self._codes[rows])
+        return float(logsumexp(found))
 
 
 @lru_cache(maxsize=8)

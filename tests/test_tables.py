@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from sklearn.base import clone, is_classifier
+from sklearn.datasets import load_digits
 from sklearn.exceptions import NotFittedError
 from threadpoolctl import threadpool_limits
 
@@ -117,9 +118,9 @@ def test_many_classes_are_regressed_unless_a_softmax_is_better(monkeypatch):
     expected = classifier.predict_proba(X)
     np.testing.assert_allclose(again.predict_proba(X), expected, atol=1e-6)
     np.testing.assert_allclose(expected.sum(1), 1, rtol=1e-5)
-    # A regression that gains so little may have gained it by chance.
+    # A regression must gain a nat.
     monkeypatch.setattr(
-        TableClassifier, "_score", lambda _, x: 0 if hasattr(x, "posterior") else 3
+        TableClassifier, "_score", lambda _, x, *rows: 0.9 * hasattr(x, "judges")
     )
     fits = []
     monkeypatch.setattr(TableClassifier, "_searched", lambda *_: fits[0])
@@ -133,6 +134,17 @@ def test_many_classes_are_regressed_unless_a_softmax_is_better(monkeypatch):
     assert classifier.regression_ is None
     assert classifier.posterior_ is fits[0].posterior
     assert np.abs(classifier.predict_proba(X) - expected).max() > 0.05
+
+
+def test_a_regression_is_judged_by_labels_that_it_did_not_learn():
+    """Where classes separate, labels that chose many lengthscales look certain."""
+    X, codes = load_digits(return_X_y=True)
+    X, codes = np.float32(X[:300] - X[:300].mean(0)) / 4, codes[:300]
+    found = _indicators.regress(tables._kernel, X, codes, 0)
+    losses = -found.left_out[np.arange(300), codes]
+    learned = np.delete(losses, found.judges)
+    assert len(found.judges) == len(learned) == 150
+    assert learned.mean() < 0.7 * losses[found.judges].mean()
 
 
 def test_few_rows_have_as_many_inducing_inputs():
