@@ -372,10 +372,12 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
                     f"{site!r} is fixed at a value, which summary() shows. "
                     "NestedVI(model) gives hyperparameters a posterior"
                 )
+            known = [*self.processes]
+            functions = f"the processes {known}, and" if known else "a process, or"
             raise KeyError(
                 f"{site!r} is not among the Gaussian latents "
-                f"{[*self._sites, *weights]}. predict_f(..., site=...) predicts a "
-                "process, and after AutoLatentGaussian or NestedVI a deterministic "
+                f"{[*self._sites, *weights]}. predict_f(..., site=...) predicts "
+                f"{functions} after AutoLatentGaussian or NestedVI a deterministic "
                 "site. Draws of every site, hyperparameters included, are in "
                 "nested.get_samples(), or after ConjugateSVI from numpyro.infer."
                 "Predictive(model, guide=guide, params=result.params, num_samples=...)"
