@@ -78,10 +78,10 @@ def regress(build: Build, X: Any, codes: np.ndarray, seed: int) -> Regression:
     probability of each label given all others, which needs no more than the inverse
     covariance (Rasmussen and Williams, 2006, section 5.4.2), plus their log-prior. The
     marginal likelihood assumes normal noise, which labels do not have. Where classes
-    separate, this overfits: with 64 lengthscales, labels that it left out had a mean
-    loss of .001, and new ones .14. Only half of the rows are therefore used for it, and
-    the others judge. Up to 2000 rows the process is exact. More rows have as many
-    inducing inputs, or, beyond 10,000 rows, fewer.
+    separate, this overfits many lengthscales: the labels that chose them look certain
+    when they are left out. Only half of the rows, at most 1000, are therefore used for
+    it, and the others judge. Up to 2000 rows the process is exact. More rows have as
+    many inducing inputs, or, beyond 10,000 rows, fewer.
 
     :param build: returns the kernel, given the number of columns; its sites are
         positive.

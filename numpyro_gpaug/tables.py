@@ -77,10 +77,10 @@ class TableClassifier(ClassifierMixin, BaseEstimator):
     largest at functions that are too smooth.
 
     With eight classes or more, a regression on indicators of the classes is tried
-    first. It learns the kernel by the labels of half of the rows, each left out, and
-    has an inducing input for each of up to 2000 rows, because all classes share one
-    covariance. It is kept if it predicts the other labels, each left out, better than a
-    softmax with its kernel.
+    first. It learns the kernel by the labels of half of the rows, at most 1000, each
+    left out, and has an inducing input for each of up to 2000 rows, because all classes
+    share one covariance. It is kept if it predicts the other labels, each left out,
+    better than a softmax with its kernel.
 
     It is a classifier of scikit-learn, for pipelines and cross-validation, and can be
     pickled. Fits of similar tables share compiled programs. Columns are numbers: encode
