@@ -44,10 +44,13 @@ def test_it_is_exact_for_normal_likelihoods() -> None:
     np.testing.assert_allclose(streamed.log_prob(VALUES), left_out, atol=1e-10)
 
 
-def test_rows_of_no_fit_are_refused() -> None:
+def test_rows_of_no_fit_are_refused(tmp_path) -> None:
     posterior = fitted(X[20:], VALUES[20:])
-    with pytest.raises(ValueError, match="rows that it was fitted to"):
-        posterior.leave_one_out(X[:20], VALUES[:20])
+    posterior.save(tmp_path / "fit.npz")
+    for of_rows in (posterior, gpaug.Posterior.load(tmp_path / "fit.npz", regression)):
+        of_rows.leave_one_out(X[20:], y=jnp.float32(VALUES[20:]))
+        with pytest.raises(ValueError, match="rows that it was fitted to"):
+            of_rows.leave_one_out(X[20:] + 1e-3, VALUES[20:])
     with pytest.raises(ValueError, match="needs the observations"):
         posterior.leave_one_out(X)
 

@@ -339,6 +339,7 @@ class _Header(NamedTuple):
     function_posterior: str
     # Empty if arguments are code, which must be passed when the file is loaded.
     data: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+    rows: int | None = None
     labels: dict[str, tuple[str, ...]] = {}
     axes: dict[str, tuple[str, ...]] = {}
     model: Description | None = None

@@ -53,6 +53,8 @@ class FitArguments(NamedTuple):
         arguments. They tell other rows from those of the fit.
     :param ranges: ranges of the columns of arguments of floats with a row per datum, by
         name.
+    :param rows: a fingerprint of all arguments with a row per datum, observations
+        included; ``None`` if it is not known.
     :param labels: labels of the codes of arguments that were categories, by name.
     :param axes: by site, the argument with labels that indexes each axis; empty for
         none.
@@ -64,6 +66,7 @@ class FitArguments(NamedTuple):
     data: tuple[tuple[Any, ...], dict[str, Any]]
     fingerprints: dict[str, int] = {}
     ranges: dict[str, tuple[Range, ...]] = {}
+    rows: int | None = None
     labels: Labels = {}
     axes: dict[str, tuple[str, ...]] = {}
 
@@ -121,7 +124,8 @@ class FitArguments(NamedTuple):
         _warn_of_pooled([k for k in pooled if k in rowwise])
         ranges = {k: found for k, x in rowwise.items() if (found := _ranges(x))}
         by_shape = jax.tree.map(_by_shape, data)
-        return cls(kept, observations, shared, by_shape, told, ranges)
+        fit = cls(kept, observations, shared, by_shape, told, ranges)
+        return fit._replace(rows=fit._rows(model, args, kwargs))
 
     def holding(self, kwargs: dict[str, Any]) -> FitArguments:
         """Return a copy with other keyword arguments of the fit."""
@@ -208,6 +212,27 @@ class FitArguments(NamedTuple):
                 f"{differ[0]!r} differs from the fit, but {left[0]!r} is kept from "
                 "the fit and has a row per datum. Pass it for the new rows too, as "
                 f"in predict_y({differ[0]}_new, {left[0]}=...)"
+            )
+
+    def _rows(
+        self, model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> int | None:
+        """Return the fingerprint of all arguments with a row per datum."""
+        given = by_name(model, args) | kwargs
+        return _seen({k: x for k, x in given.items() if k not in self.shared})
+
+    def refuse_other_rows(self, model: Model, arguments: Arguments) -> None:
+        """Raise for data that are not the data of the fit.
+
+        :param model: the model.
+        :param arguments: its arguments, observations included.
+        """
+        found = self._rows(model, *arguments.merge())
+        if found is not None and self.rows not in (None, found):
+            raise ValueError(
+                "only observations of the fit can be left out, and these rows differ "
+                "from the fit in values, number or order. Pass the rows that it was "
+                "fitted to; log_prob(X, y) scores others"
             )
 
     def _refuse_inducing(self, given: Values) -> None:

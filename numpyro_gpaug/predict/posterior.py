@@ -236,8 +236,8 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         given = FitArguments.of_fit(
             predictor.model, structure, origins, args, kwargs, arguments
         )
-        if not whole:  # the range of one batch says nothing about others
-            given = given._replace(ranges={})
+        if not whole:  # one batch says nothing about others
+            given = given._replace(ranges={}, rows=None)
         if labels:
             axes = predictor.axes(arguments, fitted, labels)
             given = given._replace(labels=labels, axes=axes)
@@ -283,7 +283,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         keyword arguments. It shares the compiled programs."""
         fitted = Fitted(self.values if values is None else values, moments)
         # Where the rows of the fit were says nothing of those that moved it.
-        known = self.arguments.holding(kwargs)._replace(ranges={})
+        known = self.arguments.holding(kwargs)._replace(ranges={}, rows=None)
         return Posterior(self._predictor, fitted, known)
 
     @property
@@ -687,6 +687,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
     def _without(self, found: Any, arguments: Arguments) -> Distribution:
         """Check predictions of data that were left out, and return their
         distribution."""
+        self.arguments.refuse_other_rows(self.model, arguments)
         leaves = () if is_traced(arguments) else jax.tree.leaves(found)
         if any(np.isnan(leaf).any() for leaf in leaves):
             check_observations(whole_plates(self.model), self.structure, arguments)
