@@ -129,9 +129,8 @@ def extended(
     """Draw in rounds until k-hat is clearly below its limit and the effective number of
     points is .6 of the requested number. Rounds end earlier at eight times as many
     points, or if k-hat stays above its limit and no longer falls: then the latents, not
-    the hyperparameters, make the weights uneven. While k-hat is clearly below its
-    limit, or half of the points are effective, more points of the first proposal
-    suffice.
+    the hyperparameters, make the weights uneven. More points of the first proposal
+    suffice while only their number is too small.
 
     :param pool: the pool with the requested points.
     :param weighted: its draws.
@@ -145,7 +144,7 @@ def extended(
         before = khats[-1 - asked // each] if len(khats) > asked // each else np.inf
         if weighted.khat > max(weighted.limit, before - FALL):
             break
-        adapted = adapted or not _is_efficient(weighted)
+        adapted = adapted or not _is_efficient(weighted, asked)
         if adapted:
             log_weights = log_mean_exp(weighted.log_ratios, 1)
             parts = (
@@ -163,15 +162,21 @@ def _is_clear(weighted: Weighted) -> bool:
     return weighted.khat <= weighted.limit - MARGIN
 
 
-def _is_efficient(weighted: Weighted) -> bool:
-    """Whether other proposals would not pay: their points are drawn twice."""
-    if weighted.khat > weighted.limit:
-        return False
-    return _is_clear(weighted) or weighted.effective_points >= len(weighted.points) / 2
+def _is_efficient(weighted: Weighted, asked: int) -> bool:
+    """Whether other proposals would not pay: their points are drawn twice. More points
+    of the same proposal do not make the tail of their weights lighter."""
+    if _is_clear(weighted):
+        return True
+    half = weighted.effective_points >= len(weighted.points) / 2
+    return half and weighted.khat <= weighted.limit and not _is_enough(weighted, asked)
+
+
+def _is_enough(weighted: Weighted, asked: int) -> bool:
+    return weighted.effective_points >= WORTH * asked
 
 
 def _is_accurate(weighted: Weighted, asked: int) -> bool:
-    return _is_clear(weighted) and weighted.effective_points >= WORTH * asked
+    return _is_clear(weighted) and _is_enough(weighted, asked)
 
 
 def t_around_largest(
