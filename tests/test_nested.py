@@ -22,14 +22,20 @@ from threadpoolctl import threadpool_info, threadpool_limits
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.gaussians.base import GaussianFactors
 from numpyro_gpaug.infer.nested.bound import Start, moments_given
-from numpyro_gpaug.infer.nested.drawer import Drawer, Points
+from numpyro_gpaug.infer.nested.drawer import Drawer, Points, bounded
 from numpyro_gpaug.infer.nested.draws import best_width
 from numpyro_gpaug.infer.nested.hyperparameters import Hyperparameters
 from numpyro_gpaug.infer.nested.known import Known
 from numpyro_gpaug.infer.nested.latent_modes import Searched, _is_concave
 from numpyro_gpaug.infer.nested.mirrors import mirrored
 from numpyro_gpaug.infer.nested.programs import Evaluated
-from numpyro_gpaug.infer.nested.proposal import Mode, Proposal, StudentT, tempered
+from numpyro_gpaug.infer.nested.proposal import (
+    Mode,
+    Proposal,
+    StudentT,
+    climb,
+    tempered,
+)
 from numpyro_gpaug.infer.nested.refining import Pool, extended
 from numpyro_gpaug.infer.nested.report import overview
 from numpyro_gpaug.infer.nested.setup import MOST, CollapsedBounds
@@ -974,6 +980,39 @@ def test_factors_of_normal_data_are_known_between_others():
     np.testing.assert_array_equal(positive[~negative], found[~negative])
 
 
+def test_interpolated_bounds_are_not_above_what_draws_say():
+    """The third point has a bound that was found, and is .3 nats above its draws."""
+    bound = np.array([5.2, 9.0, 1.3, 4.0, 7.0])
+    evidence = np.array([5.0, 2.0, 1.0, 4.5, np.nan])
+    ratios = evidence[:, None] + np.log([0.5, 1.5])  # their mean is the evidence
+    none, prior = np.zeros(0), np.full(5, 0.7)
+    drawn = Points(none, bound, prior, ratios + 0.7, none, {}, none)
+    found = bounded(drawn, np.array([True, True, False, True, True]))
+    np.testing.assert_allclose(found, [5.2, 2.3, 1.3, 4.0, np.nan], rtol=1e-12)
+
+
+def test_bounds_far_from_the_mode_do_not_spoil_the_proposal():
+    """Without the check, two bounds are 15 nats too high, and the proposal needs more
+    than twice as many points."""
+    rng, side = np.random.default_rng(1), np.linspace(0, 1, 4)
+    grid = np.stack(np.meshgrid(side, side), -1).reshape(-1, 2)
+    X = rng.uniform(size=(20, 2))
+    y = np.sin(6 * X[:, 0]) * np.cos(4 * X[:, 1]) + 0.05 * rng.normal(size=20)
+
+    def model(X, y):
+        lengthscale = numpyro.sample("lengthscale", dist.LogNormal(-1.0, 0.7))
+        variance = numpyro.sample("variance", dist.LogNormal(0.0, 0.7))
+        noise = numpyro.sample("noise", dist.LogNormal(-2.0, 0.7))
+        kernel = gpaug.kernels.Matern52(lengthscale, variance)
+        f = gpaug.GaussianProcess("f", kernel, grid)(X)
+        with numpyro.plate("data", len(X)):
+            numpyro.sample("y", dist.Normal(f, noise), obs=y)
+
+    run = nested(model, X, y)._run.weighted
+    assert len(run.points) == 512
+    assert run.effective_points > 300
+
+
 @pytest.mark.parametrize("excess", [1.0, 1.4])
 def test_the_width_of_draws_is_that_of_the_target(excess):
     """The normal target has one of the candidate widths, or the width of the Gaussian
@@ -1001,6 +1040,28 @@ def test_split_t_distributions_draw_what_their_density_says(sides):
     area = (x[0, 1] - x[0, 0]) * (y[1, 0] - y[0, 0])
     np.testing.assert_allclose(density.sum() * area, 1, atol=0.01)
     np.testing.assert_allclose(points.mean(0), density @ places * area, atol=0.03)
+
+
+def test_a_long_tail_on_one_side_widens_that_side():
+    """A normal, and the logarithm of a half-normal scale."""
+
+    def evaluate(point):
+        value = point[1] - np.exp(2 * point[1]) / 2 - 2 * (point[0] - 1) ** 2
+        slope = np.array([-4 * (point[0] - 1), 1 - np.exp(2 * point[1])])
+        return value, slope
+
+    mode = climb(evaluate, np.array([0.5, 0.5]), precise=True)
+    np.testing.assert_allclose(mode.point, [1.0, 0.0], atol=1e-3)
+    component, far = mode.component, mode.point - [0, 6 / np.sqrt(2)]
+    np.testing.assert_allclose(
+        np.abs(component.axes), np.diag([0.5, 0.5**0.5]), rtol=1e-2
+    )
+    np.testing.assert_array_equal(component.sides[:, 0], 1)
+    (widened,) = component.sides[:, 1][component.sides[:, 1] > 1]
+    assert widened > 1.5
+    # It falls as far as the density at this place.
+    fall = np.diff(component.log_density(np.stack([mode.point, far])))
+    np.testing.assert_allclose(fall, evaluate(far)[0] - mode.value, atol=0.02)
 
 
 def test_mixtures_weigh_their_parts_by_their_counts():

@@ -30,6 +30,7 @@ from numpyro_gpaug.infer.nested.programs import (
     Programs,
     chosen,
 )
+from numpyro_gpaug.math.importance import log_mean_exp
 from numpyro_gpaug.model.arguments import Arguments
 
 # The quantile of the losses at points with known factors that is used as the loss at
@@ -112,6 +113,21 @@ class Points(NamedTuple):
     squares: np.ndarray
     sites: dict[str, Any]
     corner: np.ndarray
+
+
+def bounded(drawn: Points, between: np.ndarray) -> np.ndarray:
+    """Return the bounds of draws, (n,), of which none exceeds the estimate of the
+    evidence from its draws by more than bounds at the end of a search do. Far from
+    known factors an interpolated bound may be dozens of nats too high.
+
+    :param drawn: the draws at n points.
+    :param between: the points at which the bound is interpolated, (n,).
+    """
+    evidence = log_mean_exp(drawn.log_joint_over_q, 1) - drawn.log_prior
+    above = (drawn.bound - evidence)[~between]
+    most = above[np.isfinite(above)].max(initial=0.0)
+    lower = between & ~(drawn.bound <= evidence + most)
+    return np.where(lower, evidence + most, drawn.bound)
 
 
 def _empty(num: int, part: np.ndarray) -> np.ndarray:
@@ -329,7 +345,9 @@ class Drawer:
         def known(here: slice) -> list[_Gaussians]:
             return [gaussian.part(here) for gaussian in all_]
 
-        return self._in_chunks(points, widths, known, kept=False)
+        drawn = self._in_chunks(points, widths, known, kept=False)
+        between = np.any([gaussian.sure for gaussian in all_], axis=0)
+        return drawn._replace(bound=bounded(drawn, between))
 
     def _calibrated(self) -> bool:
         """Find the largest accepted value of the power function; return whether enough

@@ -209,11 +209,14 @@ def _split(component: StudentT, points: np.ndarray, weights: np.ndarray) -> Stud
         # As if two more points confirmed the scale of the distribution.
         seen = count * (weights[:, None] * side).sum(0)
         sides.append((count * (squares * side).sum(0) + 2) / (seen + 2))
-    return component._replace(sides=np.clip(np.sqrt(sides), 0.3, 4.0))
+    return component._replace(sides=np.clip(np.sqrt(sides), 0.3, WIDEST_SIDE))
 
 
 # The step of finite differences of gradients.
 STEP = 0.05
+# The distance from the mode, in scales, at which tails are compared, and the largest
+# factor by which one side is wider than the curvature at the mode says.
+FAR, WIDEST_SIDE = 6.0, 4.0
 # The largest standard deviation of a direction in unconstrained space. Where the
 # density is flat or convex, the prior determines the width.
 WIDEST = 3.0
@@ -255,7 +258,7 @@ def climb(evaluate: Evaluate, start: np.ndarray, precise: bool) -> Mode:
             "possible (counts at zero exposure). float64 or init_params may help"
         )
     if not start.size:  # SciPy 1.13 rejects an empty vector
-        return Mode(start, first, _component(evaluate, start))
+        return Mode(start, first, _component(evaluate, start, first))
 
     def descend(point: np.ndarray) -> tuple[float, np.ndarray]:
         value, gradient = evaluate(point)
@@ -270,10 +273,11 @@ def climb(evaluate: Evaluate, start: np.ndarray, precise: bool) -> Mode:
     found = optimize.minimize(
         descend, start, jac=True, method="L-BFGS-B", options=options
     )
-    return Mode(found.x, -float(found.fun), _component(evaluate, found.x))
+    value = -float(found.fun)
+    return Mode(found.x, value, _component(evaluate, found.x, value))
 
 
-def _component(evaluate: Evaluate, mode: np.ndarray) -> StudentT:
+def _component(evaluate: Evaluate, mode: np.ndarray, value: float) -> StudentT:
     d = len(mode)
     hessian = np.zeros((d, d))
     for i, direction in enumerate(np.eye(d)):
@@ -283,7 +287,28 @@ def _component(evaluate: Evaluate, mode: np.ndarray) -> StudentT:
     values, vectors = np.linalg.eigh((hessian + hessian.T) / 2)
     values = np.maximum(values, WIDEST**-2)
     covariance = (vectors / values) @ vectors.T
-    return StudentT.symmetric(mode, covariance)
+    component = StudentT.symmetric(mode, covariance)
+    return component._replace(sides=_sides(evaluate, component, value))
+
+
+def _sides(evaluate: Evaluate, component: StudentT, value: float) -> np.ndarray:
+    """Return the scales below and above the mode, (2, d), at which a t distribution
+    falls no more than the density does, ``FAR`` scales away along each axis. They are
+    at least one. The logarithm of a scale that may be zero has a long tail below.
+
+    Reference: Geweke (1989), section 5.
+    """
+    d = len(component.mode)
+    sides = np.ones((2, d))
+    for place in np.ndindex(2, d):
+        side, i = place
+        step = (2 * side - 1) * FAR * component.axes[:, i]
+        fall = value - evaluate(component.mode + step)[0]
+        if np.isfinite(fall):
+            # Solves (FREEDOM + d) / 2 * log1p((FAR / side)**2 / FREEDOM) = fall.
+            ratio = FREEDOM * np.expm1(2 * min(fall, 100.0) / (FREEDOM + d))
+            sides[place] = FAR / np.sqrt(max(ratio, 1e-3))
+    return np.clip(sides, 1.0, WIDEST_SIDE)
 
 
 def another(
