@@ -32,12 +32,13 @@ evidence by quadrature (``quadrature.py``)::
     GPAUG_DATA=/path/to/data python examples/benchmarks/nested.py --json nested.json
 
 Rows of other data that the JSON file has already are kept.
-Data are those of ``latent.py``, and logistic regression by a Gaussian process on the
-first N rows of scikit-learn's breast cancer data, of more than its 569 on those of
-``ratsch_waveform``; ``gp_student_t`` and ``sparse_ard5000`` (a sparse process, 100
-inducing inputs, eight lengthscales) are simulated. In double precision unless
-``--float32``. Seconds are of one process: of the processor, or with ``--clock wall`` of
-the clock. LAPACK has one thread: of small matrices more of them spend theirs waiting.
+Data are those of ``latent.py`` and ``mixed.py``, and logistic regression by a Gaussian
+process on the first N rows of scikit-learn's breast cancer data, of more than its 569
+on those of ``ratsch_waveform``; ``gp_student_t`` and ``sparse_ard5000`` (a sparse
+process, 100 inducing inputs, eight lengthscales) are simulated. In double precision
+unless ``--float32``. Seconds are of one process: of the processor, or with ``--clock
+wall`` of the clock. LAPACK has one thread: of small matrices more of them spend theirs
+waiting.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import mixed
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
@@ -179,6 +181,8 @@ def problem(name: str) -> tuple[Any, dict[str, np.ndarray]]:
     if name == "eight_schools":
         with np.load(folder() / "lgm_eight_schools.npz") as file:
             return eight_schools, {k: file[k] for k in ("y", "sigma")}
+    if name in mixed.MADE:
+        return mixed.problem(name)
     return MODELS[name], load(name)
 
 
@@ -357,7 +361,7 @@ def main() -> None:
     sizes = tuple(f"gp_logistic{n}" for n in (100, 300, 1000))
     own = "eight_schools", *sizes, "gp_student_t"
     known = [k for k in MODELS if k != "additive"]
-    parser.add_argument("--data", nargs="+", default=[*own, *known])
+    parser.add_argument("--data", nargs="+", default=[*own, *known, *mixed.MADE])
     parser.add_argument("--points", type=int, default=1200)
     parser.add_argument("--draws", type=int, default=1000)
     parser.add_argument("--limit", type=float, default=600.0)
