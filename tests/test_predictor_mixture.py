@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mixtures over nodes of the parameters of a distribution."""
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -165,6 +166,31 @@ def test_peaks_are_sought_only_where_nodes_step_over_them(
     # In a shape of its own, because programs are shared with other tests.
     with pytest.raises(AssertionError):
         mixture.log_prob(jnp.array([[30], [40]]))
+
+
+class Counted(dist.Normal):
+    """A normal distribution that counts its densities."""
+
+    def log_prob(self, value: Any, intermediates: Any = None) -> Any:
+        jax.debug.callback(lambda: COUNTS.update(densities=1))
+        return super().log_prob(value)
+
+
+COUNTS: Counter[str] = Counter()
+
+
+def test_only_data_whose_peaks_are_stepped_over_take_time() -> None:
+    def counted(scales: Any) -> int:
+        one = over_nodes(lambda z: Counted(z[0], jnp.array(scales)), 1)
+        three = jax.tree.map(lambda x: jnp.stack([x] * 3), one)
+        mixture = three.over_members(jnp.full(3, 1 / 3))
+        COUNTS.clear()
+        mixture._log_density_between(jnp.zeros(3))
+        jax.effects_barrier()
+        return COUNTS["densities"]
+
+    few, all_of_them = counted([3.0, 0.1, 3.0]), counted([0.1, 0.1, 0.1])
+    assert all_of_them > 2 * few > 0
 
 
 class Silent(dist.Distribution):

@@ -13,7 +13,7 @@ from jax import Array, lax, random
 from jax.typing import ArrayLike
 from numpyro.distributions import Distribution
 
-from numpyro_gpaug.distributions.predictor_mixture import CENSORED, uncensored
+from numpyro_gpaug.distributions.predictor_mixture import CENSORED, at_most, uncensored
 from numpyro_gpaug.likelihoods.expectations import base_distribution
 
 # The number of draws whose ranks replace a cdf.
@@ -35,10 +35,9 @@ def pit(predictive: Distribution | ArrayLike, y: ArrayLike, key: Array) -> np.nd
 
     :param predictive: ``posterior.predict_y(X)``, a distribution of batch shape (N,);
         or draws, (num_draws, N), such as replicates of
-        :class:`numpyro.infer.Predictive`. Counts and labels sum probabilities up to
-        ``y``, in time proportional to the largest: pass draws of counts in thousands.
-        Real observations use the ``cdf`` of the distribution, or ranks among 1000 draws
-        if it has none.
+        :class:`numpyro.infer.Predictive`. If the distribution has no ``cdf``, counts
+        and labels sum probabilities up to ``y``, in time proportional to the largest,
+        and real observations use ranks among 1000 draws.
     :param y: the observations, (N,).
     :param key: random key for the draws.
     :return: positions in [0, 1], (N,). Ranks among S draws are uniform over
@@ -74,7 +73,7 @@ def pit(predictive: Distribution | ArrayLike, y: ArrayLike, key: Array) -> np.nd
     if isinstance(component, CENSORED):
         steps = _censored_steps(uncensored(base), component, value)
     elif predictive.support.is_discrete:
-        steps = _steps(predictive, value)
+        steps = _steps(base, value.astype(int))
     if steps is not None:
         below, equal = (np.asarray(p, float) for p in steps)
         return np.clip(below + np.asarray(random.uniform(key, shape)) * equal, 0, 1)
@@ -106,18 +105,22 @@ def ranks(draws: np.ndarray, y: ArrayLike, uniform: ArrayLike) -> np.ndarray:
     return (below + np.asarray(uniform, float) * (ties + 1)) / (len(draws) + 1)
 
 
-@jax.jit
-def _steps(distribution: Distribution, y: Array) -> tuple[Array, Array]:
+def _steps(distribution: Any, y: Array) -> tuple[Array, Array]:
     """Return probabilities below and at labels or counts."""
+    equal = jnp.exp(distribution.log_prob(y))
+    try:
+        return at_most(distribution, y) - equal, equal
+    except NotImplementedError:
+        return _sum_below(distribution, y), equal
 
+
+@jax.jit
+def _sum_below(distribution: Distribution, y: Array) -> Array:
     def add(k: Array, below: Array) -> Array:
         mass = jnp.exp(distribution.log_prob(jnp.full_like(y, k)))
         return below + jnp.where(k < y, mass, 0)
 
-    # As integers, because labels may be boolean.
-    y = y.astype(int)
-    equal = jnp.exp(distribution.log_prob(y))
-    return lax.fori_loop(0, y.max(), add, jnp.zeros_like(equal)), equal
+    return lax.fori_loop(0, y.max(), add, jnp.zeros(y.shape))
 
 
 def _censored_steps(whole: Any, component: Any, y: Array) -> tuple[Array, Array]:

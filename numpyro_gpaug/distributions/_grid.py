@@ -33,7 +33,7 @@ _STEPS = 12
 # or 2.2 with the fewer nodes of each of two predictors, where errors are larger.
 _COARSE = {1: 0.4, 2: 0.35}
 
-Density = Callable[[list[Array]], Array]
+Density = Callable[[list[Array], list[Array]], Array]
 
 
 def stepped_over(log_terms: Array, dimensions: int) -> Array:
@@ -147,39 +147,71 @@ class Grid:
         function: Density | None,
         densities: Array,
         weights: Array,
+        fixed: list[Array],
+        wanted: Array,
     ) -> Array:
         """Return the logarithm of an average over members and predictors, by nodes
         around the peaks of the density along one predictor, and the nodes of the grid
         along the other.
 
-        :param density: the log-density of data, given the arrays.
+        :param density: the log-density of data, given the arrays, and all else that
+            belongs to the data.
         :param function: the logarithm of what is averaged, if it is not the density: a
             function that turns at the peak.
         :param densities: log-densities at the nodes, (members * nodes, batch).
         :param weights: weights of the nodes, of this shape.
+        :param fixed: what belongs to the data, whatever the node, (batch, ...).
+        :param wanted: the data whose average is needed, (batch,).
         """
         num, batch = len(self.x), self.batch_shape
-        axes = [num] * self.dimensions
+        axes, size = [num] * self.dimensions, wanted.size
+        # The lines of wanted data take the places of all data.
+        order = jnp.argsort(~wanted.ravel())
 
         def lines(x: Array, axis: int) -> Array:
-            """Order nodes by lines along an axis: (lines, nodes, ...)."""
-            table = x.reshape(-1, *axes, *x.shape[1:])
+            """Order nodes by lines along an axis: (lines, nodes, data, ...)."""
+            table = x.reshape(-1, *axes, size, *x.shape[1 + len(batch) :])
             table = jnp.moveaxis(table, 1 + axis, self.dimensions)
-            return table.reshape(-1, num, *x.shape[1:])
+            return table.reshape(-1, num, *table.shape[1 + self.dimensions :])
 
-        def along(line: tuple[list[Array], Array]) -> tuple[Array, Array]:
-            arrays, dense = line
+        def along_all(x: list[Array]) -> list[Array]:
+            """Return what :func:`along` does, for all lines, (lines, batch)."""
+            count = len(x[0])
 
+            def some(first: Array) -> list[Array]:
+                task = first + jnp.arange(size)
+                data, line = order[task // count], task % count
+                there = [jnp.moveaxis(each[line, :, data], 1, 0) for each in x]
+                kept = [each.reshape(size, -1)[data] for each in fixed]
+                *arrays, dense = (
+                    each.reshape(num, *batch, *each.shape[2:]) for each in there
+                )
+                pairs = zip(kept, fixed, strict=True)
+                return along(arrays, dense, [a.reshape(b.shape) for a, b in pairs])
+
+            def turn(first: Array) -> list[Array]:
+                none = [jnp.zeros(batch, weights.dtype)] * 2
+                needed = first < count * wanted.sum()
+                return lax.cond(needed, some, lambda _: none, first)
+
+            found = lax.map(turn, size * jnp.arange(count))
+            back = jnp.argsort(order)
+            return [y.reshape(size, count)[back].T.reshape(-1, *batch) for y in found]
+
+        def along(arrays: list[Array], dense: Array, fixed: list[Array]) -> list[Array]:
             def of(z: Array) -> list[Array]:
                 first, weights = self._polynomial(z)
                 index = first + jnp.arange(_POINTS).reshape(-1, *[1] * len(batch))
                 return self._combined(arrays, index, weights)
 
-            at, log_weights = self._nodes(lambda z: density(of(z)), dense, shifted)
-            terms = jax.vmap(lambda z: jnp.stack([f(of(z)) for f in functions]))(at)
+            at, log_weights = self._nodes(
+                lambda z: density(of(z), fixed), dense, shifted
+            )
+            both = jax.vmap(lambda z: jnp.stack([f(of(z), fixed) for f in functions]))
+            terms = both(at)
             terms = jnp.where(jnp.isnan(terms), -jnp.inf, terms)
             one, *others = jax.nn.logsumexp(log_weights[:, None] + terms, 0)
-            return one, (others or [one])[0]
+            return [one, (others or [one])[0]]
 
         functions = [density, *([] if function is None else [function])]
         shifted = function is None
@@ -187,9 +219,9 @@ class Grid:
         members = weights.reshape(-1, self.size, *weights.shape[1:]).sum(1)
         found, shares = [], []
         for axis in range(self.dimensions):
-            given = [lines(x, axis) for x in free], lines(densities, axis)
+            given = [lines(x, axis) for x in (*free, densities)]
             each, average = (
-                x.reshape(len(members), -1, *batch) for x in lax.map(along, given)
+                x.reshape(len(members), -1, *batch) for x in along_all(given)
             )
             if self.dimensions == 1:
                 return jax.nn.logsumexp(jnp.log(members) + average[:, 0], 0)

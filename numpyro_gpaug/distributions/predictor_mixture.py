@@ -143,14 +143,14 @@ class PredictorMixture(Distribution):
     def _moving(self) -> list[Array]:
         return [x for x, v in zip(self.leaves, self.varies, strict=True) if v]
 
-    def _with(self, moving: list[Array]) -> Any:
-        """Return the component with these varying leaves."""
-        given = iter(moving)
-        leaves = [
-            next(given) if v else x
-            for x, v in zip(self.leaves, self.varies, strict=True)
-        ]
-        return self._of_leaves(leaves)
+    @property
+    def _fixed(self) -> list[Array]:
+        return [x for x, v in zip(self.leaves, self.varies, strict=True) if not v]
+
+    def _with(self, moving: list[Array], fixed: list[Array] | None = None) -> Any:
+        """Return the component with these varying leaves, and these others."""
+        given, kept = iter(moving), iter(self._fixed if fixed is None else fixed)
+        return self._of_leaves([next(given if v else kept) for v in self.varies])
 
     def _of_leaves(self, leaves: list[Array]) -> Any:
         found = jax.tree.unflatten(self.treedef, leaves)
@@ -288,7 +288,7 @@ class PredictorMixture(Distribution):
         draws = "count draws, (predicted.sample(key, (1000,)) <= value).mean(0), or "
         found = self._average(
             self._known(
-                "cdf", lambda d: _below(d, value), f"{draws}define cdf in the class"
+                "cdf", lambda d: at_most(d, value), f"{draws}define cdf in the class"
             )
         )
         return found, self._stepped_over(self._by_nodes(self._turn(value))[1])
@@ -298,7 +298,7 @@ class PredictorMixture(Distribution):
         found, at = self._probability(value)[0], self._turn(value)
         densities = self._by_nodes(at)[1]
         log = self._between_nodes(
-            at, jnp.log(found), densities, lambda d, y: jnp.log(_below(d, y))
+            at, jnp.log(found), densities, lambda d, y: jnp.log(at_most(d, y))
         )
         return jnp.minimum(jnp.exp(log), 1)
 
@@ -333,31 +333,42 @@ class PredictorMixture(Distribution):
         known, wrong = self._constraints(), self._stepped_over(densities)
         if known is None or wrong is None:
             return found
-        grid = Grid(self.dimensions, self._moving, known, self.batch_shape)
-        shape = found.shape
+        moving, fixed = known
+        shape, batch = found.shape, self.batch_shape
+        grid = Grid(self.dimensions, self._moving, moving, batch)
         value = jnp.broadcast_to(value, shape + self.event_shape)
-        draws = math.prod(shape[: len(shape) - len(self.batch_shape)])
-        value = value.reshape(draws, *self.batch_shape, *self.event_shape)
+        draws = math.prod(shape[: len(shape) - len(batch)])
         weights = self._aligned(self.weights, densities)
         weights = jnp.broadcast_to(weights, densities.shape)
+        others = [
+            jnp.broadcast_to(x, batch + x.shape[x.ndim - dims :])
+            for x, dims in zip(self._fixed, fixed, strict=True)
+        ]
 
-        def refined(value: Array, densities: Array, weights: Array) -> Array:
-            def density(moving: list[Array]) -> Array:
-                return log_density(self._with(moving), value)
+        def of_data(function: Callable[[Any, Array], Array]) -> Any:
+            return lambda moving, data: function(self._with(moving, data[1:]), data[0])
 
-            def other(moving: list[Array]) -> Array:
-                assert function is not None
-                return function(self._with(moving), value)
+        averaged = None if function is None else of_data(function)
 
-            averaged = None if function is None else other
-            return grid.log_average(density, averaged, densities, weights)
-
-        def flat(x: Array) -> Array:
-            return x.reshape(len(x), draws, *self.batch_shape)
+        def refined(
+            value: Array, densities: Array, weights: Array, wrong: Array
+        ) -> Array:
+            return grid.log_average(
+                of_data(log_density), averaged, densities, weights,
+                [value, *others], wrong,
+            )  # fmt: skip
 
         def all_of(_: None) -> Array:
-            each = (value, flat(densities), flat(weights))
-            return jax.vmap(refined, (0, 1, 1))(*each).reshape(shape)
+            each = (
+                value.reshape(draws, *batch, *self.event_shape),
+                *(x.reshape(len(x), draws, *batch) for x in (densities, weights)),
+                wrong.reshape(draws, *batch),
+            )
+            axes = (0, 1, 1, 0)
+            if draws > 1:
+                return jax.vmap(refined, axes)(*each).reshape(shape)
+            # Under vmap, a cond computes both of its branches.
+            return refined(*map(jnp.squeeze, each, axes)).reshape(shape)
 
         other = lax.cond(wrong.any(), all_of, lambda _: found, None)
         return jnp.where(wrong & jnp.isfinite(other), other, found)
@@ -414,21 +425,30 @@ class PredictorMixture(Distribution):
             # One after another: each has an array over all nodes.
             draws = lax.map(picked, (keys, flat))
         else:
-            grid = Grid(self.dimensions, self._moving, known, self.batch_shape)
+            grid = Grid(self.dimensions, self._moving, known[0], self.batch_shape)
             draws = jax.vmap(draw)(keys, flat)
         return draws.reshape(shape + self.event_shape)
 
-    def _constraints(self) -> list[Any] | None:
+    def _constraints(self) -> tuple[list[Any], list[int]] | None:
         """Return the constraint of each varying array, which states its trailing axes
-        that are not axes of data; ``None`` unless all arrays are known parameters."""
+        that are not axes of data, and the number of these axes of each other array;
+        ``None`` unless all arrays are known parameters."""
         # Not the leaves of the component, which may have another order.
         leaves = [
             x[0] if v else x for x, v in zip(self.leaves, self.varies, strict=True)
         ]
         given = _parameters(self._of_leaves(leaves), self.batch_shape)
-        found = [given.get(id(x)) for x in leaves]
-        moving = [f for f, v in zip(found, self.varies, strict=True) if v]
-        return None if any(f is None for f in moving) else moving
+        pairs = list(zip(leaves, self.varies, strict=True))
+        moving = [given.get(id(x)) for x, v in pairs if v]
+        # Single numbers need not be known.
+        fixed: list[Any] = [
+            given.get(id(x), None if jnp.ndim(x) else constraints.real)
+            for x, v in pairs
+            if not v
+        ]
+        if any(kind is None for kind in (*moving, *fixed)):
+            return None
+        return moving, [kind.event_dim for kind in fixed]
 
 
 def uncensored(d: Any) -> Any:
@@ -437,7 +457,7 @@ def uncensored(d: Any) -> Any:
     return expanded(d.base_dist, d.batch_shape) if isinstance(d, CENSORED) else d
 
 
-def _below(d: Any, value: Array) -> Array:
+def at_most(d: Any, value: Array) -> Array:
     """Return the probability of at most a value."""
     # Formulas apply inside of a support alone.
     low, high = bounds(d.support)
