@@ -140,7 +140,9 @@ def test_what_is_no_number(column, message) -> None:
 
 def test_missing_categories_and_new_ones() -> None:
     gaps = TABLE["herd"].where(TABLE.index != 3)
-    with pytest.raises(ValueError, match="x has 1 missing values, the first in row 3"):
+    with pytest.raises(
+        ValueError, match="x has missing values .1., the first in row 3"
+    ):
         read(gaps)
     with pytest.raises(ValueError, match="x has 'south', which is not among"):
         read(np.array(["south"]), {"x": ("north", "east")})
@@ -290,4 +292,6 @@ def test_text_without_an_order_is_no_ordinal_response() -> None:
         with pytest.raises(ValueError, match="'rating' is ordinal.* high, low, mid. P"):
             run(KEY, TABLE["dose"], text)
     ordered = pd.Categorical(text, names, ordered=True)
-    svi.run(KEY, 1, TABLE["dose"], ordered, progress_bar=False)
+    fit = svi.run(KEY, 1, TABLE["dose"], ordered, progress_bar=False)
+    shares = svi.posterior(fit).average(TABLE["dose"]).summary()
+    assert list(shares.index) == names

@@ -418,6 +418,10 @@ def test_the_table_has_a_row_for_every_entry(counts):
         table["95%"][1:5], a.mean + 1.645 * jnp.sqrt(a.variance), rtol=1e-3
     )
     assert table.loc["tau"].isna().tolist() == [False, True, True, True, True]
+    wider = counts[0].summary(prob=0.95)["97.5%"]
+    np.testing.assert_allclose(
+        wider["a0"], table["mean"]["a0"] + 1.96 * table["sd"]["a0"], rtol=1e-3
+    )
     with pytest.raises(KeyError, match="fixed at a value.*NestedVI"):
         counts[0]["tau"]
     with pytest.raises(KeyError, match="not among the Gaussian latents"):

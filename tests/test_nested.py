@@ -539,6 +539,8 @@ def test_draws_go_to_arviz(of_counts):
         gpaug.diagnostics.to_datatree(jax.random.key(0), of_counts, None, None, GROUP)
     with pytest.raises(TypeError, match="pass a guide and its params, to_datatree"):
         gpaug.diagnostics.to_datatree(jax.random.key(0), poisson)
+    with pytest.raises(TypeError, match=r"to_datatree\(key, nested\)"):
+        gpaug.diagnostics.to_datatree(of_counts)
     mcmc = MCMC(NUTS(poisson), num_warmup=1, num_samples=1)
     with pytest.raises(TypeError, match="from_numpyro"):
         gpaug.diagnostics.to_datatree(jax.random.key(0), mcmc)

@@ -13,6 +13,7 @@ import pytest
 from scipy import stats
 
 import numpyro_gpaug as gpaug
+from numpyro_gpaug.predict import FunctionValues
 from numpyro_gpaug.predict.predictor import Predictor
 from tests.conftest import compilations
 from tests.models import covariance
@@ -286,3 +287,17 @@ def test_a_model_without_arguments_asks_for_none() -> None:
         posterior = svi.posterior(fit)
         np.testing.assert_allclose(posterior["w"].mean, 1.2, rtol=1e-5)
         np.testing.assert_allclose(posterior.predict_y().mean, 1.2, rtol=1e-5)
+
+
+@pytest.mark.parametrize("joint", ["none", "independent", "table"])
+def test_intervals_of_function_values(joint) -> None:
+    mean, sd = np.arange(6.0).reshape(3, 2), 1 + np.arange(6.0).reshape(3, 2)
+    variance = {
+        "none": sd**2,
+        "independent": np.stack([np.diag(x**2) for x in sd.T]),
+        "table": np.diag(np.square(sd).ravel()),
+    }[joint]
+    found = FunctionValues(jnp.array(mean), jnp.array(variance))
+    np.testing.assert_allclose(found.sd, sd, rtol=1e-5)
+    expected = stats.norm(mean, sd).interval(0.9)
+    np.testing.assert_allclose(found.interval(), expected, rtol=1e-4)

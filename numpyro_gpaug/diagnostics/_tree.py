@@ -177,7 +177,7 @@ def compare_evidence(runs: Mapping[str, NestedVI]) -> pandas.DataFrame:
 
 def to_datatree(
     key: Array,
-    model: Model | NestedVI,
+    model: Model | NestedVI | None = None,
     guide: Model | None = None,
     params: Values | None = None,
     *args: Any,
@@ -298,7 +298,7 @@ def to_datatree(
             "a run of MCMC has a tree already: arviz_base.from_numpyro(mcmc, "
             "log_likelihood=True)"
         )
-    if guide is None or params is None:
+    if model is None or guide is None or params is None:
         raise TypeError(
             "pass a guide and its params, to_datatree(key, model, guide, "
             "result.params, X, y), or a NestedVI after its run, to_datatree(key, "

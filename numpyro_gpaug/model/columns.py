@@ -183,7 +183,7 @@ def _column(
     missing = _missing(value, plain)
     if missing.any():
         raise ValueError(
-            f"{name} has {missing.sum()} missing values, the first in row "
+            f"{name} has missing values ({missing.sum()}), the first in row "
             f"{np.flatnonzero(missing)[0]}. Drop these rows, or make them a category"
         )
     codes = {label: i for i, label in enumerate(labels)}

@@ -25,6 +25,7 @@ from numpyro_gpaug.math.importance import weighted_quantiles
 from numpyro_gpaug.model.arguments import Arguments, Model, Values, is_array
 from numpyro_gpaug.model.columns import Columns, Labels, by_name, coded
 from numpyro_gpaug.model.structure import run_model
+from numpyro_gpaug.predict.summary import levels_of
 
 if TYPE_CHECKING:
     import pandas
@@ -100,14 +101,16 @@ class Averages(Displayed):
         """
         return np.tensordot(self.weights, self.draws > np.asarray(above), 1)
 
-    def summary(self) -> pandas.DataFrame:
-        """Return a table of mean, standard deviation and the 5, 50 and 95% quantiles,
-        with one row for each average."""
+    def summary(self, prob: float = 0.9) -> pandas.DataFrame:
+        """Return a table of mean, standard deviation and three quantiles, with one row
+        for each average.
+
+        :param prob: the probability between the outer quantiles.
+        """
         import pandas
 
-        columns = {"mean": self.mean, "sd": self.sd}
-        levels = self._quantiles((0.05, 0.5, 0.95))
-        columns |= dict(zip(("5%", "50%", "95%"), levels, strict=True))
+        columns, levels = {"mean": self.mean, "sd": self.sd}, levels_of(prob)
+        columns |= dict(zip(levels, self._quantiles((*levels.values(),)), strict=True))
         if not self.axes:
             index: Any = ["average"]
         elif len(self.axes) == 1:
@@ -228,13 +231,17 @@ class AveragesWanted(NamedTuple):
         return found
 
     def answered(
-        self, draws: Sequence[Array], log_weights: np.ndarray | None
+        self,
+        draws: Sequence[Array],
+        log_weights: np.ndarray | None,
+        classes: Labels | None = None,
     ) -> Averages:
         """Return the averages.
 
         :param draws: averages of each scenario, (draws, groups, ...).
         :param log_weights: log-weights of equal parts of the draws; ``None`` for equal
             ones.
+        :param classes: labels that the entries of a response may have, by argument.
         """
         found = np.stack([np.asarray(x, float) for x in draws], 1)
         parts = np.zeros(1) if log_weights is None else np.asarray(log_weights, float)
@@ -255,7 +262,11 @@ class AveragesWanted(NamedTuple):
         else:
             found = found.squeeze(1 + (self.labels is not None))
         names = ["entry"] if len(entries) == 1 else [f"entry {i}" for i in range(9)]
-        axes |= {k: range(n) for k, n in zip(names, entries, strict=False)}
+        labelled = {k: x for k, x in (classes or {}).items() if (len(x),) == entries}
+        if len(labelled) == 1:
+            axes |= labelled
+        else:
+            axes |= {k: range(n) for k, n in zip(names, entries, strict=False)}
         return Averages(found, each / each.sum(), axes)
 
 

@@ -136,9 +136,9 @@ class Posteriors(
         # Moments of failed fits are NaN.
         return dist.Normal(mean, np.sqrt(variance), validate_args=False)
 
-    def summary(self) -> pandas.DataFrame:
-        """Return mean, standard deviation and the 5, 50 and 95% quantiles of every
-        latent of every response, one below the other; see
+    def summary(self, prob: float = 0.9) -> pandas.DataFrame:
+        """Return mean, standard deviation and three quantiles of every latent of every
+        response, one below the other; see
         :meth:`Posterior.summary <numpyro_gpaug.Posterior.summary>`. Fits that are not
         finite have NaN.
 
@@ -146,7 +146,7 @@ class Posteriors(
             table of response 3, and ``summary.xs("effect[2]", level="site")`` that of a
             latent.
         """
-        return long_table(self._fits.sites, self.values, len(self))
+        return long_table(self._fits.sites, self.values, len(self), prob)
 
     def posterior(self, response: int) -> Posterior:
         """Return the posterior of one response, with all methods that the posterior of

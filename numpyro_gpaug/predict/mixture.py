@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpyro.distributions as dist
 from jax import Array, lax, random
+from jax.scipy.special import ndtri
 from numpyro.distributions import Distribution
 
 from numpyro_gpaug._numpyro import Ordered
@@ -28,7 +29,8 @@ LEAST_MEMBERS = 5
 
 
 class FunctionValues(NamedTuple):
-    """Posterior of function values.
+    """Posterior of function values. Quantiles are those of normal distributions with
+    its moments.
 
     :param mean: the mean, (N,) or (N, C).
     :param variance: the variance, of the same shape; or the covariance: (N, N), (C, N,
@@ -38,6 +40,29 @@ class FunctionValues(NamedTuple):
 
     mean: Array
     variance: Array
+
+    @property
+    def sd(self) -> Array:
+        """The standard deviations, in the shape of the means."""
+        mean, variance = self
+        if variance.shape != mean.shape:
+            variance = jnp.diagonal(variance, 0, -2, -1).T.reshape(mean.shape)
+        return jnp.sqrt(variance)
+
+    def quantile(self, level: float) -> Array:
+        """Return a quantile of each function value.
+
+        :param level: between 0 and 1.
+        """
+        return self.mean + ndtri(level) * self.sd
+
+    def interval(self, prob: float = 0.9) -> tuple[Array, Array]:
+        """Return the lower and the upper ends of intervals.
+
+        :param prob: the probability of each interval; by default the ends are the 5 and
+            95% quantiles.
+        """
+        return self.quantile((1 - prob) / 2), self.quantile((1 + prob) / 2)
 
 
 class WithoutData(NamedTuple):

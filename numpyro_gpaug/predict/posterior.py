@@ -385,25 +385,26 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         return weights[site]
 
     @_in_its_dtype
-    def summary(self) -> pandas.DataFrame:
-        """Return mean, standard deviation and the 5, 50 and 95% quantiles of every
-        latent except whitened inducing values (:meth:`predict_f` has the process), in
-        the rows and columns that ArviZ uses. Members of a plate that a categorical
-        column of the fit indexes have its labels. Latents that are fixed at a value
-        have only a mean.
+    def summary(self, prob: float = 0.9) -> pandas.DataFrame:
+        """Return mean, standard deviation and three quantiles of every latent except
+        whitened inducing values (:meth:`predict_f` has the process), in the rows and
+        columns that ArviZ uses. Members of a plate that a categorical column of the fit
+        indexes have its labels. Latents that are fixed at a value have only a mean.
 
+        :param prob: the probability between the outer quantiles; by default these are
+            the 5 and 95% quantiles.
         :return: a data frame, ``summary.loc["effect[2]", "mean"]``.
         """
         sites = dict(self._sites)
         for name, normal in self.weights.items():
             sites[name] = SiteMoments(normal.mean, normal.variance)
-        found = table(sites, self._fitted.points, self._fitted.members)
+        found = table(sites, self._fitted.points, self._fitted.members, prob)
         given = self._fit_arguments
         return found.rename(lambda x: labelled(x, given.axes, given.labels))
 
-    def print_summary(self) -> None:
+    def print_summary(self, prob: float = 0.9) -> None:
         """Print the table of :meth:`summary`, all of it, to two decimals."""
-        print(printed(self.summary()))
+        print(printed(self.summary(prob)))
 
     # -- prediction -------------------------------------------------------------------
 
@@ -556,9 +557,11 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
                 arguments, _ = self._calls.unobserved(args, kwargs)
             given = observed.name, jax.random.key(0), num_draws, of, question.rows
             draws.append(self._calls.averages(arguments, *given))
+        named = self._fit_arguments
+        classes = {k: x for k, x in named.labels.items() if k in named.observations}
         members = self._fitted.members
         shares = None if members is None else np.asarray(members.log_weights)
-        return question.answered(draws, shares)
+        return question.answered(draws, shares, None if of else classes)
 
     @_as_fitted
     def log_prob(

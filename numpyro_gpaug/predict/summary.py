@@ -12,6 +12,7 @@ import numpy as np
 import numpyro.distributions as dist
 from jax import Array
 from numpyro.distributions.util import lazy_property
+from scipy.special import ndtri
 
 from numpyro_gpaug._display import entries
 from numpyro_gpaug.math import linalg
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
 
 # Larger sites have only marginals, because the covariance would have this many rows.
 MAX_JOINT = 2000
-# The 95% quantile of a standard normal.
-_TAIL = 1.6448536
-_COLUMNS = ["mean", "sd", "5%", "50%", "95%"]
 
 
 class SiteMoments(NamedTuple):
@@ -143,51 +141,78 @@ def _factor(covariance: Array) -> Array:
     return linalg.cholesky(covariance + least / len(covariance) * eye)
 
 
+def levels_of(prob: float) -> dict[str, float]:
+    """Return the levels of the median and of the ends of an interval, by the names of
+    their columns.
+
+    :param prob: the probability of the interval.
+    """
+    if not 0 < prob < 1:
+        raise ValueError(
+            f"prob={prob}: the probability of intervals is between 0 and 1"
+        )
+    levels = (1 - prob) / 2, 0.5, (1 + prob) / 2
+    return {f"{100 * level:g}%": level for level in levels}
+
+
 def table(
-    sites: dict[str, SiteMoments], points: Values, members: Members | None
+    sites: dict[str, SiteMoments],
+    points: Values,
+    members: Members | None,
+    prob: float = 0.9,
 ) -> pandas.DataFrame:
     """Return mean, standard deviation and quantiles of every entry of every site.
 
     :param sites: Gaussian latents.
     :param points: latents and params that are fixed at a value.
     :param members: for a mixture, the values of its members.
+    :param prob: the probability between the outer quantiles.
     """
     import pandas
 
-    labels, rows = _rows(sites, points, ())
+    levels = levels_of(prob)
+    labels, rows = _rows(sites, points, (), levels)
     if members is not None:
         weights = np.exp(np.asarray(members.log_weights, float))
         for name, values in members.values.items():
             labels += [label for label, _ in entries(name, np.shape(values)[1:])]
             flat = np.asarray(values).reshape(len(weights), -1)
-            rows = np.concatenate([rows, weighted_columns(flat, weights).T])
-    return pandas.DataFrame(rows, labels, _COLUMNS)
+            own = weighted_columns(flat, weights, (*levels.values(),))
+            rows = np.concatenate([rows, own.T])
+    return pandas.DataFrame(rows, labels, ["mean", "sd", *levels])
 
 
 def long_table(
-    sites: dict[str, SiteMoments], points: Values, number: int
+    sites: dict[str, SiteMoments], points: Values, number: int, prob: float
 ) -> pandas.DataFrame:
     """Return the :func:`table` of many responses, one below the other.
 
     :param sites: Gaussian latents, with a leading axis over the responses.
     :param points: latents and params that are fixed at a value, likewise.
     :param number: the number of responses.
+    :param prob: the probability between the outer quantiles.
     """
     import pandas
 
-    labels, rows = _rows(sites, points, (number,))
+    levels = levels_of(prob)
+    labels, rows = _rows(sites, points, (number,), levels)
     index = pandas.MultiIndex.from_product(
         [range(number), labels], names=["response", "site"]
     )
-    return pandas.DataFrame(rows.reshape(len(index), -1), index, _COLUMNS)
+    columns = ["mean", "sd", *levels]
+    return pandas.DataFrame(rows.reshape(len(index), -1), index, columns)
 
 
 def _rows(
-    sites: dict[str, SiteMoments], points: Values, leading: tuple[int, ...]
+    sites: dict[str, SiteMoments],
+    points: Values,
+    leading: tuple[int, ...],
+    levels: dict[str, float],
 ) -> tuple[list[str], np.ndarray]:
     """Return the labels of all entries, and their rows, (..., entries, 5).
 
     :param leading: sizes of leading axes.
+    :param levels: levels of quantiles.
     """
     found: dict[str, Any] = {k: (x.mean, np.sqrt(x.variance)) for k, x in sites.items()}
     found |= {k: (x, np.full(np.shape(x), np.nan)) for k, x in points.items()}
@@ -197,23 +222,26 @@ def _rows(
         shape = np.shape(pair[0])[len(leading) :]
         labels += [label for label, _ in entries(name, shape)]
     mean, deviation = np.concatenate(columns, -1, dtype=float)
-    tail = _TAIL * deviation
-    rows = [mean, deviation, mean - tail, mean + 0 * tail, mean + tail]
-    return labels, np.stack(rows, -1)
+    quantiles = [mean + ndtri(level) * deviation for level in levels.values()]
+    return labels, np.stack([mean, deviation, *quantiles], -1)
 
 
-def weighted_columns(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
+def weighted_columns(
+    values: np.ndarray,
+    weights: np.ndarray,
+    levels: tuple[float, ...] = (0.05, 0.5, 0.95),
+) -> np.ndarray:
     """Return mean, standard deviation and quantiles of each column, (5, columns). The
     deviation of a column that varies by no more than rounding is zero.
 
     :param values: (n, columns), in the precision in which they were computed.
     :param weights: normalised, (n,).
+    :param levels: levels of the quantiles.
     """
     moves, values = varying(values), values.astype(float)
     mean = weights @ values
     spread = np.sqrt(weights @ np.square(values - mean)) * moves
-    levels = weighted_quantiles(values, weights, (0.05, 0.5, 0.95))
-    return np.stack([mean, spread, *levels])
+    return np.stack([mean, spread, *weighted_quantiles(values, weights, levels)])
 
 
 def printed(found: pandas.DataFrame) -> str:

@@ -189,7 +189,7 @@ def _numbers(column: Any, name: str) -> np.ndarray:
 
     if column.null_count and not types.is_floating(column.type):
         raise ValueError(
-            f"column {name!r}, {column.type}, has {column.null_count} missing values"
+            f"column {name!r}, {column.type}, has missing values ({column.null_count})"
         )
     return column.to_numpy()
 
