@@ -17,7 +17,7 @@ from tests.test_frontier import COUNTS, SHARES, SPLIT, eta, split_at
 
 EXPONENTIAL = {
     "poisson", "gamma", "weibull", "censored", "matrix", "matrix as one datum", "event",
-    "masked", "factor",
+    "masked", "factor", "exponentials",
 }  # fmt: skip
 TOLD = {
     **{name: (density, name in EXPONENTIAL) for name, (density, _) in SPLIT.items()},

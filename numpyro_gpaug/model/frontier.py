@@ -14,9 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -146,12 +145,8 @@ def _cut(program: Program, roots: tuple[int, ...], axis: int) -> tuple[int, int]
     (root,) = roots
     index = (slice(None),) * axis
 
-    def halves(x: Any) -> tuple[Any, Any]:
-        return x[(*index, 0)], x[(*index, 1)]
-
-    jaxpr = jax.make_jaxpr(halves)(program.avals[root]).jaxpr
-    first, second = program.write(jaxpr, [], [root])
-    return cast(int, first), cast(int, second)
+    first = program.appended(lambda x: x[(*index, 0)], root)
+    return first, program.appended(lambda x: x[(*index, 1)], root)
 
 
 class Separation(NamedTuple):

@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.extend.core import Literal
 
 from numpyro_gpaug.math.equations import applied, carried_by, walked
 from numpyro_gpaug.model.jaxpr import OWN_DERIVATIVE, Reader, State, Value, called_jaxpr
+from numpyro_gpaug.model.products import as_one
 
 
 class Operation(NamedTuple):
@@ -47,6 +48,8 @@ class Listing:
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
         self.operations: list[Operation] = []
+        # The operation that computes each variable.
+        self.makers: dict[int, Operation] = {}
         self.avals: list[Any] = []
         self.values: list[Value] = []
         self.constants: dict[int, Any] = {}
@@ -83,6 +86,19 @@ class Listing:
         """
         return walked(jaxpr, starts, lambda x: x, self._written, constants)
 
+    def appended(self, fn: Callable[..., Array], *variables: int | Literal) -> Any:
+        """Append a function of variables, and return the variable of its result.
+
+        :param fn: the function of their values.
+        :param variables: numbers of variables, or literals.
+        """
+        avals: list[Any] = [
+            x.aval if isinstance(x, Literal) else self.avals[x] for x in variables
+        ]
+        shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+        (result,) = self.write(jax.make_jaxpr(fn)(*shapes).jaxpr, [], [*variables])
+        return result
+
     def _written(self, eqn: Any, operands: list[Any]) -> list[Any]:
         """Append an equation, and return the variables of its results."""
         called = called_jaxpr(eqn)
@@ -90,7 +106,8 @@ class Listing:
             return operands
         if called is not None and not self._keeps_derivative(eqn, operands):
             return self.write(called.jaxpr, self.held(called), operands)
-        return self._equation(eqn, tuple(operands))
+        product = as_one(self, eqn, operands)
+        return self._equation(eqn, tuple(operands)) if product is None else [product]
 
     def _is_identity(self, eqn: Any, operands: list[Any]) -> bool:
         """Whether an equation returns its operands, which depend on latents, unchanged.
@@ -121,6 +138,7 @@ class Listing:
             self.new(v.aval, value) for v, value in zip(eqn.outvars, found, strict=True)
         ]
         self.operations.append(Operation(eqn, operands, tuple(results)))
+        self.makers |= dict.fromkeys(results, self.operations[-1])
         return results
 
     def value(self, variable: int | Literal) -> Value:

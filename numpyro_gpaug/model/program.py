@@ -119,7 +119,6 @@ class Program(Listing):
         outputs = self.write(closed.jaxpr, self.held(closed), list(starts))
         leaves = [Leaf(self.value(x).state, x) for x in outputs]
         self.outputs = jax.tree.unflatten(treedef, leaves)
-        self.makers = {k: op for op in self.operations for k in op.results}
         self._returned = {x for x in outputs if not isinstance(x, Literal)}
         self._using: dict[int, list[Any]] = {}
         for operation in self.operations:
