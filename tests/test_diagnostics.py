@@ -280,10 +280,11 @@ def test_chunks_do_not_change_the_answer(x64, monkeypatch):
 
 def test_sites_in_a_scope_and_totals_that_are_floats():
     def scoped(total, y=None):
+        draw = numpyro.sample("draw", dist.Normal(0, 0.1))
         with numpyro.handlers.scope(prefix="herds"):
             level = numpyro.sample("level", dist.Normal(0, 2))
             with numpyro.plate("data", len(total)):
-                numpyro.sample("y", dist.Binomial(total, logits=level), obs=y)
+                numpyro.sample("y", dist.Binomial(total, logits=level + draw), obs=y)
 
     guide, args = gpaug.AutoLatentGaussian(scoped), (np.full(5, 10.0), np.arange(5))
     fit = gpaug.ConjugateSVI(scoped, guide).run(
@@ -292,7 +293,7 @@ def test_sites_in_a_scope_and_totals_that_are_floats():
     tree = diagnostics.to_datatree(
         random.key(0), scoped, guide, fit.params, *args, num_samples=50
     )
-    assert set(tree["posterior"].data_vars) == {"herds.level"}
+    assert set(tree["posterior"].data_vars) == {"herds.level", "draw_"}
     drawn = tree["posterior_predictive"]["herds.y"]
     assert drawn.dims == ("chain", "draw", "herds.data")
     assert 0 <= drawn.min() < drawn.max() <= 10

@@ -37,7 +37,8 @@ def tree_of(
     """Return a tree of arrays by group and name.
 
     In a tree, "/" separates the parts of a path and must not occur in a name: a site
-    ``"a/b"`` (from NumPyro's ``scope``) becomes ``"a.b"``.
+    ``"a/b"`` (from NumPyro's ``scope``) becomes ``"a.b"``. Names of dimensions get an
+    underscore, ``"draw_"``, since xarray takes a variable of that name for coordinates.
 
     :param groups: arrays by name, by group; groups of draws have axes (chains, draws,
         ...), and empty groups are left out.
@@ -47,7 +48,9 @@ def tree_of(
     """
 
     def plain(name: str) -> str:
-        return name.replace("/", ".")
+        return f"{name}_" if name in sampled else name.replace("/", ".")
+
+    sampled = ["chain", "draw"]
 
     found = {
         group: {plain(name): x for name, x in given.items()}
@@ -57,7 +60,7 @@ def tree_of(
     named = {plain(name): [*map(plain, x)] for name, x in (dims or {}).items()}
     tree = part_of_arviz("arviz_base").from_dict(
         found,
-        sample_dims=["chain", "draw"],
+        sample_dims=sampled,
         dims=named,
         attrs={"/": {"inference_library": "numpyro_gpaug"}},
     )
