@@ -14,6 +14,7 @@ import numpyro_gpaug as gpaug
 from numpyro_gpaug.math.correlated_softmax import (
     expected_log_sum_exp,
     expected_softmax,
+    matrix_of_pairs,
     pair_places,
 )
 
@@ -29,6 +30,10 @@ def moments(rng, rows, rank, size=1.0):
     whole = roots @ np.swapaxes(roots, 1, 2)
     left, right = pair_places(C)
     return rng.normal(size=(rows, C)), whole.diagonal(0, 1, 2), whole[:, left, right]
+
+
+def test_a_covariance_of_one_number():
+    assert matrix_of_pairs(jnp.ones((N, 1)), jnp.ones((N, 0))).shape == (N, 1, 1)
 
 
 @pytest.mark.parametrize("rank", [3, 1])

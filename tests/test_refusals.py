@@ -271,6 +271,33 @@ def test_data_that_leave_the_support_are_refused(latent) -> None:
         gpaug.AutoLatentGaussian(model).setup(y, lambda x: dist.LogNormal(x, 0.5))
 
 
+def test_latents_in_the_observations_alone_do_not_predict() -> None:
+    def model(y=None):
+        level = numpyro.sample("level", dist.Normal(0, 1))
+        with numpyro.plate("data", 9):
+            residual = None if y is None else y - level
+            numpyro.sample("y", dist.Normal(0, 1), obs=residual)
+
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
+    fit = svi.run(KEY, 2, np.arange(9.0), progress_bar=False)
+    with pytest.raises(gpaug.NotConjugateError, match="'y' depends on no latents"):
+        svi.posterior(fit).predict_y()
+
+
+def test_areas_with_a_flat_prior_are_points_and_a_warning_says_so() -> None:
+    def model(y):
+        scale = numpyro.sample("scale", dist.HalfNormal(1))
+        level = numpyro.sample("level", dist.Normal(0, 1))
+        flat = dist.ImproperUniform(dist.constraints.real, (), (9,))
+        areas = numpyro.sample("areas", flat)
+        numpyro.factor("differences", dist.Normal(0, scale).log_prob(jnp.diff(areas)))
+        with numpyro.plate("data", 9):
+            numpyro.sample("y", dist.Normal(level + areas, 1), obs=y)
+
+    with pytest.warns(UserWarning, match="'areas' gets a point .* wide .* too small"):
+        gpaug.AutoLatentGaussian(model).setup(np.arange(9.0))
+
+
 def test_names_that_share_a_prefix_survive() -> None:
     def model(X, y=None):
         w = numpyro.sample("w", dist.Normal(0, 1).expand([2]).to_event(1))

@@ -217,7 +217,7 @@ class ProcessGuide(Displayed):
         # A model without Gaussian latents is refused later, with its own advice.
         if any(math.prod(block.shape) for block in self.structure.blocks):
             others = {name: start for name, (start, _) in self._other.known().items()}
-            warn_of_modes(self.model, arguments, others)
+            warn_of_modes(self.model, arguments, others, self.structure.held)
 
     def _others_at(self, arguments: Arguments) -> Values:
         """Return starts and supports of the other latents."""

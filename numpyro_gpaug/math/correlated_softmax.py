@@ -57,6 +57,8 @@ def matrix_of_pairs(variance: Array, covariance: Array) -> Array:
     """
     classes = variance.shape[-1]
     left, right = pair_places(classes)
+    if not len(left):
+        return variance[..., None]
     places = np.zeros((classes, classes), int)
     places[left, right] = places[right, left] = np.arange(len(left))
     eye = np.eye(classes, dtype=bool)

@@ -465,6 +465,12 @@ class JointPredictiveView(JointView):
         variables = [leaf.variable for leaf in leaves]
         varies = tuple(program.depends(v) for v in variables)
         moving = [v for v, moves in zip(variables, varies, strict=True) if moves]
+        if not moving:
+            raise NotConjugateError(
+                f"the distribution of {site.name!r} depends on no latents, only its "
+                "observations do (as in obs=y - f), so y is not predicted. Write the "
+                "latents into the distribution: dist.Normal(f, sd), obs=y"
+            )
         batch = len(fn.batch_shape)
         apart = separation(program, moving, traced=True, batch=batch)
         if apart.reason is not None:

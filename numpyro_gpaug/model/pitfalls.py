@@ -26,7 +26,7 @@ from numpyro_gpaug.model.structure import (
     flat_functions,
     run_model,
 )
-from numpyro_gpaug.model.survey import Survey
+from numpyro_gpaug.model.survey import IMPROPER, Survey
 
 # Members of a plate with a model of their own, from which on joint fits are slow.
 MANY_MEMBERS = 32
@@ -112,15 +112,20 @@ def warn_of_members(survey: Survey) -> None:
 
 
 def warn_of_modes(
-    model: Callable[..., Any], arguments: Arguments, others: dict[str, Any]
+    model: Callable[..., Any],
+    arguments: Arguments,
+    others: dict[str, Any],
+    held: tuple[tuple[str, str], ...],
 ) -> None:
     """Warn about vectors that get point estimates together with a parameter of their
     prior, such as random effects from a Student-t distribution with an unknown scale.
-    Their joint density may be largest at a scale near zero, with equal effects.
+    Their joint density may be largest at a scale near zero, with equal effects. The
+    prior of a vector with a flat prior is in factors, which may contain any parameter.
 
     :param model: the model.
     :param arguments: its arguments.
     :param others: latents with point estimates, by name; only shapes and dtypes matter.
+    :param held: those that could be Gaussian, and why they are not.
     """
 
     def priors(values: dict[str, Array]) -> dict[str, Any]:
@@ -137,6 +142,13 @@ def warn_of_modes(
     vectors = [name for name, value in others.items() if value.size > 1]
     if not vectors:
         return
+    for name, why in held:
+        if why == IMPROPER and name in vectors:
+            warnings.warn(
+                f"{name!r} gets a point estimate, since {why}. Scales in a factor that "
+                "penalises it become too small, often zero",
+                stacklevel=2,
+            )
     found = dependence_tree(priors, others)
     unknown = {name: sorted(inputs_of(found[name]) - {name}) for name in vectors}
     for name, parameters in unknown.items():
