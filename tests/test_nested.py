@@ -276,11 +276,23 @@ def test_durations_that_begin_with_a_later_entry():
     def durations(entry, time):
         level = numpyro.sample("level", dist.Normal(0, 2))
         rate = jnp.exp(level) * jnp.ones(3)
-        numpyro.factor("entry", (rate * entry).sum())
         with numpyro.plate("data", 3):
+            numpyro.factor("entry", rate * entry)
             numpyro.sample("time", dist.Exponential(rate), obs=time)
 
-    fields = nested(durations, entry, time).get_extra_fields()
+    run = nested(durations, entry, time)
+    fields, data = run.get_extra_fields(), (entry, time)
+    guide, key = gpaug.AutoLatentGaussian(durations), jax.random.key(0)
+    fit = gpaug.ConjugateSVI(durations, guide).run(key, 5, *data, progress_bar=False)
+    given = durations, guide, fit.params, *data
+    for tree in (
+        gpaug.diagnostics.to_datatree(key, run),
+        gpaug.diagnostics.to_datatree(key, *given),
+    ):
+        level = tree["posterior"]["level"].values[..., None]
+        expected = level - np.exp(level) * (time - entry)
+        found = tree["log_likelihood"]["time"]
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
     level = np.linspace(-9, 9, 1801)
     logs = 3 * level - np.exp(level) * (time - entry).sum()
     expected = special.logsumexp(logs + stats.norm(0, 2).logpdf(level)) + np.log(0.01)

@@ -29,8 +29,8 @@ def loo(tree: DataTree, site: str | None = None, *, correct: bool = True) -> Any
 
     Latents that the guide fixes at a point estimate (hyperparameters) are not refitted.
     Draws of :class:`~numpyro_gpaug.NestedVI` come from the posterior and have no such
-    latents. Terms that :func:`numpyro.factor` adds to the density of data are neither
-    left out nor scored.
+    latents. A :func:`numpyro.factor` in the plate of the observations, with a term for
+    each, is part of their density. Others are neither left out nor scored.
 
     :param tree: a tree from :func:`to_datatree`; or one of MCMC draws, as
         :func:`arviz_base.from_numpyro` makes it with ``log_likelihood=True``.

@@ -92,6 +92,21 @@ def data_sites(trace: Trace) -> Trace:
     return {k: s for k, s in observed.items() if not isinstance(fns[k], Unit)}
 
 
+def terms_of_data(trace: Trace) -> dict[str, list[str]]:
+    """Return the factors that belong to the observations of each site: those in the
+    same plates, which have a term for each observation (a late entry)."""
+    data = data_sites(trace)
+    found: dict[str, list[str]] = {}
+    for name, site in trace.items():
+        plates = site.get("cond_indep_stack")
+        same = [
+            k for k, s in data.items() if plates and s["cond_indep_stack"] == plates
+        ]
+        if site.get("is_observed") and name not in data and len(same) == 1:
+            found.setdefault(same[0], []).append(name)
+    return found
+
+
 def masked_as_nan(value: Array, known: Array) -> np.ndarray:
     """Return observations, NaN where they are masked. Without masks they keep their
     dtype.
@@ -338,6 +353,8 @@ class Programs:
                 self.pseudo.add(name)
             observed[name] = observations(message)
             replicated[name] = replicate(message, new_key)
+        for name, factors in terms_of_data(trace).items():
+            likelihoods[name] += sum(likelihoods[k] for k in factors)
         prior = log_density([trace[n] for n in drawn])
         priors = log_priors(trace, self.top_level & drawn.keys())
         found = Draws(deterministic, replicated, likelihoods, weighted, prior, priors)

@@ -26,6 +26,7 @@ from numpyro_gpaug.diagnostics._run import (
     prior_sampler,
     programs_for,
     replicated,
+    terms_of_data,
     top_level,
 )
 from numpyro_gpaug.guides import AutoLatentGaussian
@@ -64,6 +65,9 @@ def tree_of_nested(key: Array, nested: NestedVI) -> DataTree:
         trace = run_model(nested.model, given, key, values)
         sites = data_sites(trace)
         densities = {k: stable_log_prob(s["fn"], s["value"]) for k, s in sites.items()}
+        for name, factors in terms_of_data(trace).items():
+            terms = (trace[k]["fn"].log_prob(trace[k]["value"]) for k in factors)
+            densities[name] += sum(terms)
         return densities, replicated(sites, key), log_priors(trace, tops)
 
     @jax.jit
