@@ -194,7 +194,13 @@ class Programs:
         return Start(zeros, np.zeros(1, bool))
 
     def evaluate(
-        self, points: np.ndarray, start: Start, data: Arguments, *, gradient: bool
+        self,
+        points: np.ndarray,
+        start: Start,
+        data: Arguments,
+        *,
+        gradient: bool,
+        tolerance: float | None = None,
     ) -> Evaluated:
         """Return the Gaussian at unconstrained hyperparameters.
 
@@ -204,8 +210,10 @@ class Programs:
         :param gradient: whether to compute the gradient, with a Gaussian that is
             accurate enough for it. Otherwise the Gaussian is accurate enough to draw
             from.
+        :param tolerance: the accuracy in nats, if it is another one.
         """
-        tolerance = TOLERANCE if gradient else ENOUGH
+        if tolerance is None:
+            tolerance = TOLERANCE if gradient else ENOUGH
         points, num = np.asarray(points, self.hyper.dtype), len(points)
         if num == self.batch or (num == 1 and jax.default_backend() != "cpu"):
             return self._settle(points, start, data, tolerance, gradient, num)
@@ -313,7 +321,7 @@ class Programs:
 
         def at(here: np.ndarray, start: Start) -> Evaluated:
             many = jax.tree.map(lambda x: np.repeat(x, len(here), 0), start)
-            return self.evaluate(here, many, data, gradient=True)
+            return self.evaluate(here, many, data, gradient=False, tolerance=TOLERANCE)
 
         found = []
         for i in range(0, len(points), self.batch):
