@@ -22,13 +22,13 @@ from threadpoolctl import threadpool_info, threadpool_limits
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.gaussians.base import GaussianFactors
 from numpyro_gpaug.infer.nested.bound import Start, moments_given
-from numpyro_gpaug.infer.nested.drawer import Drawer, Points, bounded
+from numpyro_gpaug.infer.nested.drawer import Drawer, Points
 from numpyro_gpaug.infer.nested.draws import best_width
 from numpyro_gpaug.infer.nested.hyperparameters import Hyperparameters
 from numpyro_gpaug.infer.nested.known import Known
 from numpyro_gpaug.infer.nested.latent_modes import Searched, _is_concave
 from numpyro_gpaug.infer.nested.mirrors import mirrored
-from numpyro_gpaug.infer.nested.programs import Evaluated
+from numpyro_gpaug.infer.nested.programs import Drawn, Evaluated
 from numpyro_gpaug.infer.nested.proposal import (
     Mode,
     Proposal,
@@ -919,7 +919,7 @@ def test_a_gaussian_starts_from_the_nearest_one_or_anew(lost):
 
 def test_factors_between_those_known_and_far_from_them():
     rng = np.random.default_rng(0)
-    none = Start(np.zeros((1, 2)), np.zeros(1, bool))
+    none = Start(GaussianFactors(*np.zeros((2, 1, 1))), np.zeros(1, bool))
     known, points = Known(none, 2), rng.normal(size=(60, 2))
 
     def factors(x):
@@ -945,6 +945,24 @@ def test_factors_between_those_known_and_far_from_them():
     np.testing.assert_array_equal(found, factors(points[nearest : nearest + 1]))
     assert np.isinf(doubts)
     assert np.isnan(bound)
+
+
+def test_a_vanishing_precision_does_not_spoil_what_is_between_others():
+    """At the last point the observation of the first factor is a million."""
+    rng = np.random.default_rng(0)
+    none = Start(GaussianFactors(*np.zeros((2, 1, 2))), np.zeros(1, bool))
+    known, points = Known(none, 1), np.append(np.linspace(-2, 2, 30), 5.0)[:, None]
+
+    def factors(x):
+        precision = np.exp(-np.array([3.0, 0.1]) * np.clip(x, 0, None) ** 2)
+        return np.concatenate(
+            [np.stack([np.cos(x[:, 0]), 2 * x[:, 0]], 1), precision], 1
+        )
+
+    known.add(points, factors(points), np.zeros(31))
+    known.learn()
+    inside = rng.uniform(-1.5, 1.5, (20, 1))
+    np.testing.assert_allclose(known.at(inside)[0], factors(inside), atol=0.05)
 
 
 def test_losses_of_searches_decide_where_factors_are_interpolated():
@@ -994,15 +1012,21 @@ def test_factors_of_normal_data_are_known_between_others():
     np.testing.assert_array_equal(positive[~negative], found[~negative])
 
 
-def test_interpolated_bounds_are_not_above_what_draws_say():
-    """The third point has a bound that was found, and is .3 nats above its draws."""
+def test_interpolations_that_draws_contradict_are_noticed():
+    """The third bound was found, and is .3 nats above the evidence of its draws. The
+    second was interpolated and is 7 nats above, and the last precision is negative."""
+    drawer = Drawer.__new__(Drawer)
+    drawer._excess = -np.inf
     bound = np.array([5.2, 9.0, 1.3, 4.0, 7.0])
-    evidence = np.array([5.0, 2.0, 1.0, 4.5, np.nan])
-    ratios = evidence[:, None] + np.log([0.5, 1.5])  # their mean is the evidence
-    none, prior = np.zeros(0), np.full(5, 0.7)
-    drawn = Points(none, bound, prior, ratios + 0.7, none, {}, none)
-    found = bounded(drawn, np.array([True, True, False, True, True]))
-    np.testing.assert_allclose(found, [5.2, 2.3, 1.3, 4.0, np.nan], rtol=1e-12)
+    evidence = np.array([5.0, 2.0, 1.0, 4.5, 6.0])
+    # Their mean is the evidence, without half of the determinant.
+    ratios = evidence[:, None] - 0.7 + np.log([0.5, 1.5])
+    log_det = np.array([1.4] * 4 + [np.nan])
+    drawn = Drawn(None, None, log_det, ratios, np.zeros((5, 2)), {})
+    sure = np.array([True, True, False, True, True])
+    found = drawer._unlike(drawn, [SimpleNamespace(bound=bound, sure=sure)])
+    np.testing.assert_array_equal(found, [False, True, False, False, True])
+    np.testing.assert_allclose(drawer._excess, 0.3, rtol=1e-9)
 
 
 def test_bounds_far_from_the_mode_do_not_spoil_the_proposal():

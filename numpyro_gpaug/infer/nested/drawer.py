@@ -42,6 +42,9 @@ EACH = 8
 # A weight that is so many nats below the best is zero. One that is so many nats above
 # it is a rounding error.
 FAR, ABSURD = 200.0, 1e4
+# So many nats more than bounds that were found may an interpolated bound exceed the
+# evidence of its draws.
+UNLIKE = 3.0
 # The variance of log-weights at a point above which annealed draws help, the largest
 # one for each of their moves, the factor by which there are more if they are too few,
 # and the most numbers that are moved in all.
@@ -113,21 +116,6 @@ class Points(NamedTuple):
     squares: np.ndarray
     sites: dict[str, Any]
     corner: np.ndarray
-
-
-def bounded(drawn: Points, between: np.ndarray) -> np.ndarray:
-    """Return the bounds of draws, (n,), of which none exceeds the estimate of the
-    evidence from its draws by more than bounds at the end of a search do. Far from
-    known factors an interpolated bound may be dozens of nats too high.
-
-    :param drawn: the draws at n points.
-    :param between: the points at which the bound is interpolated, (n,).
-    """
-    evidence = log_mean_exp(drawn.log_joint_over_q, 1) - drawn.log_prior
-    above = (drawn.bound - evidence)[~between]
-    most = above[np.isfinite(above)].max(initial=0.0)
-    lower = between & ~(drawn.bound <= evidence + most)
-    return np.where(lower, evidence + most, drawn.bound)
 
 
 def _empty(num: int, part: np.ndarray) -> np.ndarray:
@@ -214,6 +202,8 @@ class Drawer:
         self._doubts: list[float] = []
         self._losses: list[float] = []
         self._most = 0.0
+        # The largest excess of a bound that was found over the evidence of its draws.
+        self._excess = -np.inf
 
     def part(self, point: np.ndarray) -> None:
         """Find the groups that can be weighted separately; none if there are several
@@ -345,9 +335,7 @@ class Drawer:
         def known(here: slice) -> list[_Gaussians]:
             return [gaussian.part(here) for gaussian in all_]
 
-        drawn = self._in_chunks(points, widths, known, kept=False)
-        between = np.any([gaussian.sure for gaussian in all_], axis=0)
-        return drawn._replace(bound=bounded(drawn, between))
+        return self._in_chunks(points, widths, known, kept=False)
 
     def _calibrated(self) -> bool:
         """Find the largest accepted value of the power function; return whether enough
@@ -428,10 +416,8 @@ class Drawer:
             uniform = self.apart.uniform(self._rng, size[0], noise.dtype)
             apart = uniform, self.shift.astype(noise.dtype)
         drawn = self._drawn(points, gaussians, noise, widths, apart)
-        # An interpolation between known factors may not give a positive definite
-        # precision.
-        broken = ~np.isfinite(drawn.log_det)
-        again = [np.flatnonzero(broken & gaussian.sure) for gaussian in gaussians]
+        unlike = self._unlike(drawn, gaussians)
+        again = [np.flatnonzero(unlike & gaussian.sure) for gaussian in gaussians]
         if any(len(places) for places in again):
             for gaussian, places in zip(gaussians, again, strict=True):
                 self._find(gaussian, places)
@@ -463,6 +449,24 @@ class Drawer:
         return Points(
             np.asarray(drawn.z), bound, log_prior, ratios, squares, drawn.sites, corner
         )
+
+    def _unlike(self, drawn: Drawn, gaussians: list[_Gaussians]) -> np.ndarray:
+        """Whether draws are far worse than the bound at their point says, compared with
+        points at which the Gaussian was found, (n,). An interpolation may give a bound
+        that is too high, a Gaussian far from the optimum, or a precision that is not
+        positive definite.
+
+        :param drawn: draws at n points.
+        :param gaussians: the Gaussians there.
+        """
+        bound = np.max([gaussian.bound for gaussian in gaussians], axis=0)
+        sure = np.any([gaussian.sure for gaussian in gaussians], axis=0)
+        ratios = np.asarray(drawn.total + drawn.lost, float)
+        evidence = log_mean_exp(ratios, 1) + np.asarray(drawn.log_det, float) / 2
+        excess = bound - evidence
+        found = excess[~sure & np.isfinite(excess)]
+        self._excess = found.max(initial=self._excess)
+        return ~(excess <= self._excess + UNLIKE)
 
     def _drawn(
         self,

@@ -22,6 +22,8 @@ CLOSE = 0.05
 # points outside of the known ones, and in more dimensions.
 WITHIN = 200.0
 KNOWN = np.ones(1, bool)
+# An observation is far out if it is so many times as far from the median as most are.
+OUT = 30.0
 # The spline is fitted again when this many times as many points are known, up to a
 # number of points whose equations take as long as a few searches.
 MORE, MOST_POINTS = 1.25, 400
@@ -86,6 +88,8 @@ class Known:
             precisions = rows[:, self._size : 2 * self._size]
             least = np.sqrt(np.finfo(self._dtype).tiny)
             self._positive = (precisions > least).all(0)
+            safe = np.where(self._positive, precisions, 1)
+            self._steady = self._positive & _steady(rows[:, : self._size] / safe)
             self._between = self._observed(rows)
             self._between_bounds = self._bounds[kept]
             self._least, self._most = self._between.min(0), self._between.max(0)
@@ -117,21 +121,20 @@ class Known:
         """Return factors as observations of their predictors and logarithms of their
         precisions, which change less with the hyperparameters: for a normal likelihood,
         the observations do not change, and the logarithms change as the logarithm of
-        the scale. Precisions that are not positive everywhere are not transformed."""
+        the scale. Precisions that are not positive everywhere are not transformed, nor
+        are potentials whose observations are far out at some points."""
         found, n = rows.copy(), self._size
         potential, precision = found[:, :n], found[:, n : 2 * n]
-        positive = self._positive
-        potential[:, positive] /= precision[:, positive]
-        precision[:, positive] = np.log(precision[:, positive])
+        potential[:, self._steady] /= precision[:, self._steady]
+        precision[:, self._positive] = np.log(precision[:, self._positive])
         return found
 
     def _factors_of(self, observed: np.ndarray) -> np.ndarray:
         """Invert :meth:`_observed`."""
         found, n = observed.copy(), self._size
         potential, precision = found[:, :n], found[:, n : 2 * n]
-        positive = self._positive
-        precision[:, positive] = np.exp(precision[:, positive])
-        potential[:, positive] *= precision[:, positive]
+        precision[:, self._positive] = np.exp(precision[:, self._positive])
+        potential[:, self._steady] *= precision[:, self._steady]
         return found
 
     def without_negative(self, rows: np.ndarray) -> np.ndarray:
@@ -169,6 +172,17 @@ class Known:
 
     def _white(self, points: np.ndarray) -> np.ndarray:
         return points if self.component is None else self.component.along(points)
+
+
+def _steady(observations: np.ndarray) -> np.ndarray:
+    """Whether no observation is far out. One whose precision almost vanishes at some
+    point may be a million there, and spoils the spline between all others.
+
+    :param observations: at known points, (n, numbers).
+    """
+    apart = np.abs(observations - np.median(observations, 0))
+    rounding = 1e-3 * np.abs(observations).min(0)
+    return apart.max(0) <= OUT * np.median(apart, 0) + rounding
 
 
 class Spline:
