@@ -130,7 +130,8 @@ def extended(
     points is .6 of the requested number. Rounds end earlier at eight times as many
     points, or if k-hat stays above its limit and no longer falls: then the latents, not
     the hyperparameters, make the weights uneven. More points of the first proposal
-    suffice while only their number is too small.
+    suffice while only their number is too small. Otherwise all points are drawn again
+    at the end, and rounds go on if these are not certified.
 
     :param pool: the pool with the requested points.
     :param weighted: its draws.
@@ -139,6 +140,20 @@ def extended(
     :param least: the smallest number of points in a round.
     """
     each = max(asked // 4, least)
+    while True:
+        weighted, adapted = _rounds(pool, weighted, component, asked, each)
+        if not (adapted and weighted.certified):
+            return weighted
+        weighted = pool.draw_again()
+        if weighted.certified:
+            return weighted
+
+
+def _rounds(
+    pool: Pool, weighted: Weighted, component: StudentT, asked: int, each: int
+) -> tuple[Weighted, bool]:
+    """Return the draws after further rounds of ``each`` points, and whether proposals
+    depend on them; the rest as for :func:`extended`."""
     khats, adapted = [weighted.khat], False
     while not _is_accurate(weighted, asked) and len(pool.points) < MOST * asked:
         before = khats[-1 - asked // each] if len(khats) > asked // each else np.inf
@@ -155,7 +170,7 @@ def extended(
         else:
             weighted = pool.more(each)
         khats.append(weighted.khat)
-    return pool.draw_again() if adapted and weighted.certified else weighted
+    return weighted, adapted
 
 
 def _is_clear(weighted: Weighted) -> bool:
