@@ -148,8 +148,11 @@ def test_missing_categories_and_new_ones() -> None:
         read(np.array(["south"]), {"x": ("north", "east")})
     with pytest.raises(ValueError, match="x contains categories, and contained numb"):
         read(TABLE["herd"], {})
-    with pytest.warns(UserWarning, match="x has numbers.*: 2 is the category '3'"):
-        read(np.array([1, 2]), {"x": ("0", "1", "3", "2")})
+    for kind in (np.array, pd.Series, jnp.array):
+        with pytest.warns(UserWarning, match="x has numbers.*: 2 is the category '3'"):
+            read(kind([1, 2]), {"x": ("0", "1", "3", "2")})
+        with pytest.warns(UserWarning, match="the category '1.0' pass this text"):
+            read(kind([1, 2]), {"x": ("1.0", "2.0", "3.0")})
     read(np.array([1, 4]), {"x": ("0", "1", "3", "2")})  # a new member
 
 

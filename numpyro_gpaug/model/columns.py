@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from numpyro_gpaug.math.arrays import is_traced
+
 
 def argument_names(model: Callable[..., Any], given: int) -> list[str]:
     """Return the names of a model's arguments, in order; ``*args`` are numbered.
@@ -41,6 +43,7 @@ def by_name(model: Callable[..., Any], args: Sequence[Any]) -> dict[str, Any]:
 # Labels of the codes of an argument, by its name; names of columns, by "name.columns".
 Labels = dict[str, tuple[str, ...]]
 
+_NUMBER = re.compile(r"-?\d+([.]\d+)?")
 _DAYS = "(({0} - {0}.min()) / numpy.timedelta64(1, 'D')).astype('float32')"
 _DATES = (
     "{0} contains {1}. Pass numbers, such as days since the first date: with NumPy {2}"
@@ -101,12 +104,14 @@ class Columns(NamedTuple):
                     labels[f"{name}.columns"] = tuple(columns)
                 return _table(name, value, columns)
             found, own = _column(name, value, known.get(name))
-            if own is not None:
-                if predicts and name not in known:
-                    raise ValueError(
-                        f"{name} contains categories, and contained numbers in the "
-                        "fit. Pass the same numbers, or fit the categories"
-                    )
+            if own is None:
+                _warn_of_codes(name, found, known.get(name, ()))
+            elif predicts and name not in known:
+                raise ValueError(
+                    f"{name} contains categories, and contained numbers in the "
+                    "fit. Pass the same numbers, or fit the categories"
+                )
+            else:
                 labels[name] = own
             return found
 
@@ -124,15 +129,19 @@ def _warn_of_codes(name: str, value: Any, labels: Sequence[str]) -> None:
     :param value: the argument.
     :param labels: the labels of its codes.
     """
-    if not labels or not isinstance(value, np.ndarray) or value.dtype.kind not in "iu":
+    known = isinstance(value, np.ndarray | jax.Array) and not is_traced(value)
+    if not labels or not known or value.dtype.kind not in "iu":
         return
     codes = np.unique(value).tolist()
-    other = [k for k in codes if 0 <= k < len(labels) and labels[k] != str(k)]
-    if other and set(map(str, codes)) <= set(labels):
+    # Numbers beside missing ones are floats: labels such as "1.0".
+    numbers = [float(x) if _NUMBER.fullmatch(x) else None for x in labels]
+    other = [k for k in codes if 0 <= k < len(labels) and numbers[k] != k]
+    if other and set(codes) <= set(numbers):
+        (first, *_) = other
         warnings.warn(
             f"{name} has numbers, which are codes of the categories of the fit: "
-            f"{other[0]} is the category {labels[other[0]]!r}. For the category "
-            f"{str(other[0])!r} pass text, {name}.astype(str), or a categorical column",
+            f"{first} is the category {labels[first]!r}. For the category "
+            f"{labels[numbers.index(first)]!r} pass this text, or a categorical column",
             stacklevel=2,
         )
 
@@ -307,6 +316,6 @@ def labelled(
             continue
         label = known[int(place)]
         # A number alone would look like an index.
-        bare = re.fullmatch(r"-?[\d.]+", label)
+        bare = _NUMBER.fullmatch(label)
         shown.append(f"{argument} {label}" if bare else label)
     return f"{found[1]}[{', '.join(shown)}]"
