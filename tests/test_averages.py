@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+import pandas as pd
 import pytest
 
 import numpyro_gpaug as gpaug
-from numpyro_gpaug.predict.averages import over_rows
+from numpyro_gpaug.predict.averages import AveragesWanted, over_rows
 from tests.conftest import slow
 from tests.problems import moved
 
@@ -89,6 +90,20 @@ def test_contrasts_are_of_the_same_draws() -> None:
     plain = posterior.average(DOSE, WARD, at={"dose": [0, 1]}).draws
     expected = plain[:, 1] / plain[:, 0] - 1
     np.testing.assert_allclose(ratio.draws[:, 0], expected, rtol=1e-5)
+
+
+def test_scenarios_are_read_like_arguments() -> None:
+    table = pd.DataFrame({"a": [1.0, 2.0], "b": [3.0, 4.0]})
+    year = pd.Series(pd.Categorical([2020, 2019]))
+    at = {"x": [table[["b", "a"]]], "year": [year]}
+    labels = {"x.columns": ("a", "b"), "year": ("2018", "2019", "2020")}
+    wanted = AveragesWanted.of(
+        lambda x, year: None, (table, year), {}, {}, at=at, by=None, contrast=None,
+        weights=None, labels=labels,
+    )  # fmt: skip
+    ((found, codes), _), *_ = wanted.scenarios
+    np.testing.assert_array_equal(found, table)
+    np.testing.assert_array_equal(codes, [2, 1])
 
 
 def test_classes_and_functions_of_a_likelihood() -> None:

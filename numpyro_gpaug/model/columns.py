@@ -146,19 +146,6 @@ def _warn_of_codes(name: str, value: Any, labels: Sequence[str]) -> None:
         )
 
 
-def coded(name: str, value: Any, known: tuple[str, ...] | None) -> Any:
-    """Return a value of an argument, or its code if it is a label.
-
-    :param name: the name of the argument.
-    :param value: a number, an array or a label.
-    :param known: the labels of the argument; ``None`` if it has none.
-    """
-    if known is None or np.asarray(value).dtype.kind not in "UO":
-        _warn_of_codes(name, np.asarray(value), known or ())
-        return value
-    return _column(name, np.asarray(value), known)[0]
-
-
 def is_column(value: Any) -> bool:
     """Whether an argument is a column, or a table, of another library."""
     return hasattr(value, "to_numpy") and not hasattr(value, "addressable_shards")

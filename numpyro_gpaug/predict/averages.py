@@ -23,7 +23,7 @@ from numpyro_gpaug.likelihoods.expectations import base_distribution
 from numpyro_gpaug.math import linalg
 from numpyro_gpaug.math.importance import weighted_quantiles
 from numpyro_gpaug.model.arguments import Arguments, Model, Values, is_array
-from numpyro_gpaug.model.columns import Columns, Labels, by_name, coded
+from numpyro_gpaug.model.columns import Columns, Labels, by_name, is_column
 from numpyro_gpaug.model.structure import run_model
 from numpyro_gpaug.predict.summary import levels_of
 
@@ -306,7 +306,11 @@ def _scenarios(
         )
     scenarios = []
     for i in range(next(iter(counts.values()))):
-        each = {k: coded(k, x[i], labels.get(k)) for k, x in at.items()}
+        new = {
+            k: np.asarray(x[i]) if k in labels and not is_column(x[i]) else x[i]
+            for k, x in at.items()
+        }
+        each = Columns.read(model, (), new, labels).kwargs
         changed = {k: _changed(k, given[k], x) for k, x in each.items()}
         own = [changed.pop(k, x) for k, x in positional.items()]
         scenarios.append(((*own,), {**kwargs, **changed}))
