@@ -168,6 +168,12 @@ def test_peaks_are_sought_only_where_nodes_step_over_them(
         mixture.log_prob(jnp.array([[30], [40]]))
 
 
+def test_members_of_float32_are_refined_in_float64(x64: None) -> None:
+    mixture = over_nodes(lambda z: dist.Normal(z[0], 0.1), 1)
+    mixture.weights = mixture.weights.astype("float32")
+    assert jnp.isfinite(mixture.log_prob(jnp.zeros(3))).all()
+
+
 class Counted(dist.Normal):
     """A normal distribution that counts its densities."""
 

@@ -190,7 +190,7 @@ class Grid:
                 return along(arrays, dense, [a.reshape(b.shape) for a, b in pairs])
 
             def turn(first: Array) -> list[Array]:
-                none = [jnp.zeros(batch, weights.dtype)] * 2
+                none = [jnp.zeros(batch, densities.dtype)] * 2
                 needed = first < count * wanted.sum()
                 return lax.cond(needed, some, lambda _: none, first)
 
