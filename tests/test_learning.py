@@ -671,3 +671,33 @@ def test_steps_on_batches_that_overshoot_are_halved() -> None:
     assert result.restored == ()
     found = np.asarray(svi.posterior(result).predict_y(X, **data).mean)
     np.testing.assert_allclose(np.log(found), np.log(rate), atol=0.5)
+
+
+def test_units_that_rounding_does_not_allow_to_change_on_minibatches() -> None:
+    """Of 60 inducing values of a smooth function, rounding makes what is known about
+    these, under another lengthscale, not positive definite.
+    """
+
+    def model(X, y, *, inducing):
+        gp = gpaug.GaussianProcess(
+            "f",
+            gpaug.kernels.SquaredExponential(
+                numpyro.param("lengthscale", 3.0, constraint=positive),
+                numpyro.param("variance", 1.0, constraint=positive),
+            ),
+            inducing,
+        )
+        noise = numpyro.param("noise", 0.1, constraint=positive)
+        with numpyro.plate("data", 1_000_000, subsample_size=len(X)):
+            numpyro.sample("y", dist.Normal(gp(X), noise), obs=y)
+
+    rng, Z = np.random.default_rng(0), np.linspace(-3, 3, 60, dtype="float32")[:, None]
+    X = rng.uniform(-3, 3, (1200, 1)).astype("float32")
+    y = (np.sin(2 * X[:, 0]) + 0.1 * rng.normal(size=1200)).astype("float32")
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), optax.adam(0.3))
+    batches = zip(X.reshape(12, 100, 1), y.reshape(12, 100), strict=True)
+    state, losses = svi.init(KEY, X[:100], y[:100], inducing=Z), []
+    for batch in batches:
+        state, loss = svi.update(state, *batch, inducing=Z)
+        losses.append(float(loss))
+    assert np.isfinite(losses).all()

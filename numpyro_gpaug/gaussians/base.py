@@ -21,8 +21,8 @@ precision, as the structure lays it out. They are added. They have
   means are then not rounded like sums over rows. ``centred(centre)`` moves it to the
   means. Without a centre there is ``moved(z)``: natural parameters of latents, given
   those of deviations from ``z``;
-- perhaps ``changed(change)``: information about latents, given it about their
-  :class:`Change`;
+- ``changed(change)``, if the structure ``changes``: information about latents, given
+  it about their :class:`Change`;
 - ``diagonal``, of the precision, (latents, M);
 - perhaps ``inflation(variances)``, the errors of variances relative to rounding, if
   these are smaller than the variances times the diagonal.
@@ -156,6 +156,8 @@ class Structure(ABC):
     factorised: ClassVar[bool] = True
     #: Whether a solve with a known factor takes much less time than the factor.
     solves: ClassVar[bool] = False
+    #: Whether natural parameters can be those of other latents.
+    changes: ClassVar[bool] = True
 
     @property
     def size(self) -> int:

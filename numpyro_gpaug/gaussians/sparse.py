@@ -440,6 +440,7 @@ class Sparse(Structure):
     #: Whether moments have covariances of any two nodes, or only of neighbours.
     any_pairs: ClassVar[bool] = False
     solves: ClassVar[bool] = True
+    changes: ClassVar[bool] = False
     #: Whether precisions store sums of rows instead of the diagonal.
     sums: ClassVar[bool] = True
 

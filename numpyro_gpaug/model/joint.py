@@ -465,8 +465,7 @@ class JointView(View):
 
     def units(self) -> dict[str, Change]:
         structure = self.structure
-        changes = hasattr(structure.form.natural, "changed")
-        if not changes or structure.basis is not None:
+        if not structure.form.changes or structure.basis is not None:
             return {}
         parts = self._program.outputs
         found = {s.name: jnp.ones(s.shape, structure.dtype) for s in structure.sites}

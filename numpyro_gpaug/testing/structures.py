@@ -278,7 +278,7 @@ class _Structured(NamedTuple):
             moved = white[1:] - white[0]
             found["the mean of whitened draws"] = white[:1]
             found["the covariance of whitened draws"] = moved.T @ moved
-        if hasattr(natural, "changed"):
+        if structure.changes:
             natural = natural.centred(centre_of(prior, q))
             here = rebased(prior, natural, self._change(dtype)).moments()
             found["the mean after a change"] = here.mean
@@ -368,7 +368,7 @@ class _Structured(NamedTuple):
             "the covariances of pairs": predicted[self.pairs(problem)][None],
             "the covariances of predictors": predicted[None],
         }
-        if hasattr(self.structure.natural, "changed"):
+        if self.structure.changes:
             factors, triangle = (np.asarray(x[0]) for x in self._change(float))
             change, cut = (
                 np.diag(np.append(factors, np.ones(len(triangle)))),
