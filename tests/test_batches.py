@@ -11,6 +11,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import optax
+import pandas as pd
 import pytest
 
 import numpyro_gpaug as gpaug
@@ -401,6 +402,7 @@ def test_refusals(data, svi):
     for source, how, message in (
         (arrays, {}, "size"), (arrays, {"size": 60}, "larger than all 53"),
         ((data.X, data.y[:4]), {"size": 5}, "equally many rows"),
+        ((pd.Series([1, 0, 1], dtype="category"),), {"size": 2}, "Pass their codes"),
         (Loader(*arrays), {"size": 5}, "rows=..., and no size"),
         (list(arrays), {"size": 5}, "got list of ndarray, ndarray"),
         ((data.X, None), {"size": 5}, "got tuple of ndarray, NoneType"),

@@ -168,7 +168,7 @@ def _column(
     name: str, value: Any, known: tuple[str, ...] | None
 ) -> tuple[np.ndarray, tuple[str, ...] | None]:
     """Return a column as an array, and its labels if it was one of categories."""
-    categories = _categories(value)
+    categories = categories_of(value)
     if categories is None and known is None:
         return _numbers(name, value), None
     plain = np.asarray(value.to_numpy() if is_column(value) else value)
@@ -193,7 +193,7 @@ def _column(
     return found.reshape(plain.shape), labels
 
 
-def _categories(value: Any) -> Sequence[Any] | None:
+def categories_of(value: Any) -> Sequence[Any] | None:
     """Return the categories of a column; ``None`` if it is no such column."""
     dtype = getattr(value, "dtype", None)
     if str(dtype).startswith("Categorical"):  # of polars, which keeps no order
@@ -204,7 +204,7 @@ def _categories(value: Any) -> Sequence[Any] | None:
 
 def is_unordered(value: Any) -> bool:
     """Whether an argument is a column of text categories without an order."""
-    known, dtype = _categories(value), getattr(value, "dtype", None)
+    known, dtype = categories_of(value), getattr(value, "dtype", None)
     ordered = getattr(dtype, "ordered", str(dtype).startswith("Enum"))
     return not ordered and any(isinstance(x, str) for x in known or ())
 
@@ -264,7 +264,7 @@ def _table(name: str, value: Any, names: Sequence[Any]) -> np.ndarray:
     columns = []
     for k in names:
         own = f"column {k!r} of {name}"
-        if _categories(value[k]) is not None:
+        if categories_of(value[k]) is not None:
             raise TypeError(
                 f"{own} contains categories. Pass it as an argument of its own, or as "
                 "columns of 0 and 1, one of each"

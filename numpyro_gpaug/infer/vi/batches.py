@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from numpyro_gpaug.model.calls import check_count
+from numpyro_gpaug.model.columns import categories_of
 from numpyro_gpaug.multilabel import prefetch
 
 # The number of consecutive rows that are read at once.
@@ -39,11 +40,17 @@ class ArrayRows:
     """:class:`RowBlocks` of arrays, such as NumPy's memory maps.
 
     :param arrays: a tuple or dict of arrays, rows first.
-    :raises ValueError: for arrays that differ in their number of rows.
+    :raises ValueError: for arrays that differ in their number of rows, and for columns
+        of categories.
     """
 
     def __init__(self, arrays: Any) -> None:
         leaves = jax.tree.leaves(arrays)
+        if any(categories_of(x) is not None for x in leaves):
+            raise ValueError(
+                "a source has a column of categories. Pass their codes, in pandas "
+                "column.cat.codes.to_numpy()"
+            )
         shapes = [np.shape(x) for x in leaves]
         if not all(shapes) or len({shape[0] for shape in shapes}) != 1:
             raise ValueError(
