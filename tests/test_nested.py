@@ -468,6 +468,10 @@ def test_counts_against_sums_over_everything(of_counts):
     evidence, mean, deviation = poisson_truth()
     found, table = of_counts.get_extra_fields(), of_counts.summary()
     assert [*table.index] == [*of_counts.posterior().summary().index]
+    half = of_counts.summary(prob=0.5)
+    assert [*half.columns] == ["mean", "sd", "25%", "50%", "75%", "n_eff"]
+    assert (half["25%"] > table["5%"]).all()
+    assert (half["75%"] < table["95%"]).all()
     assert found["khat"] < 0.7
     error = found["log_evidence_error"]
     assert abs(found["log_evidence"] - evidence) < 4 * error < 0.15
@@ -1300,7 +1304,7 @@ def test_effective_draws_of_means_count_points_not_draws():
     found = weighted(np.zeros((400, 8)))
     of_points = np.repeat(rng.normal(size=400), 8)
     of_draws = rng.normal(size=3200)
-    table = found.table({"point": of_points, "draw": of_draws})
+    table = found.table({"point": of_points, "draw": of_draws}, (0.05, 0.5, 0.95))
     np.testing.assert_allclose(table["point"][-1], 400, rtol=0.01)
     np.testing.assert_allclose(table["draw"][-1], 3200, rtol=0.2)
     np.testing.assert_allclose(found.log_evidence, 0, atol=1e-12)
@@ -1312,7 +1316,7 @@ def test_what_is_the_same_in_all_draws_has_no_spread():
     correlation = rng.uniform(-1, 1, 40).astype(np.float32)
     one = 1 + np.float32(1e-7) * rng.integers(0, 2, 40).astype(np.float32)
     L = np.stack([one, 0 * one, correlation, one], -1).reshape(40, 2, 2)
-    table = weighted(np.zeros((40, 1))).table({"L": L})
+    table = weighted(np.zeros((40, 1))).table({"L": L}, (0.05, 0.5, 0.95))
     for entry, value in (("L[0, 0]", 1), ("L[0, 1]", 0)):
         mean, sd, *_, worth = table[entry]
         np.testing.assert_allclose(mean, value, atol=1e-6)

@@ -38,6 +38,7 @@ from numpyro_gpaug.infer.nested.report import Clock
 from numpyro_gpaug.infer.nested.weighted import Weighted, stratified
 from numpyro_gpaug.math.threads import threads_for
 from numpyro_gpaug.model.arguments import Arguments, Values
+from numpyro_gpaug.predict.summary import levels_of
 
 # Numbers of points from which the proposal and the width are learnt: for each
 # hyperparameter, and the upper limit, besides the number of points asked for; and the
@@ -196,9 +197,13 @@ class Run:
         names = [k for k in names if k in sites.keys() - self._hidden]
         return {k: np.asarray(sites[k]) for k in names}
 
-    def table(self) -> dict[str, list[float]]:
-        """Return moments and quantiles of every entry of every sample site."""
-        rows = self.weighted.table(self.shown(self.sites(deterministic=False)))
+    def table(self, prob: float = 0.9) -> dict[str, list[float]]:
+        """Return moments and quantiles of every entry of every sample site.
+
+        :param prob: the probability between the outer quantiles.
+        """
+        sites = self.shown(self.sites(deterministic=False))
+        rows = self.weighted.table(sites, (*levels_of(prob).values(),))
         return {k: [*x[:-1], x[-1] * self.independence] for k, x in rows.items()}
 
 

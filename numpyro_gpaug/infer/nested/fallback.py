@@ -19,6 +19,7 @@ from numpyro_gpaug.infer.nested.draws import Run
 from numpyro_gpaug.infer.nested.programs import Programs
 from numpyro_gpaug.math.importance import varying
 from numpyro_gpaug.model.arguments import Values
+from numpyro_gpaug.predict.summary import levels_of
 
 CHAINS, WARMUP = 4, 500
 
@@ -40,7 +41,7 @@ class Corrected(Run):
     def points(self) -> tuple[np.ndarray, np.ndarray]:
         return self.chain_points, np.zeros(len(self.chain_points))
 
-    def table(self) -> dict[str, list[float]]:
+    def table(self, prob: float = 0.9) -> dict[str, list[float]]:
         sites = self.at(self.chain_points, self.chain_z)
         rows = {}
         for name, values in self.shown(sites).items():
@@ -49,7 +50,7 @@ class Corrected(Run):
                 (moves,) = varying(x[:, None])
                 x = x.astype(float)
                 worth = effective_sample_size(x.reshape(self.num_chains, -1))
-                quantiles = np.quantile(x, (0.05, 0.5, 0.95))
+                quantiles = np.quantile(x, (*levels_of(prob).values(),))
                 known = (x.std(), worth) if moves else (0.0, np.nan)
                 rows[label] = [x.mean(), known[0], *quantiles, float(known[1])]
         return rows

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from numpyro_gpaug._display import Displayed, Rows
-from numpyro_gpaug.infer.nested.report import COLUMNS
+from numpyro_gpaug.infer.nested.report import columns_of
 
 if TYPE_CHECKING:
     import pandas
@@ -49,12 +49,13 @@ class NestedRuns(Displayed):
         import pandas
 
         labels = list(next(x for x in self._tables if x is not None))
-        none = {label: [np.nan] * len(COLUMNS) for label in labels}
+        columns = columns_of()
+        none = {label: [np.nan] * len(columns) for label in labels}
         rows = [[(table or none)[k] for k in labels] for table in self._tables]
         index = pandas.MultiIndex.from_product(
             [range(len(self)), labels], names=["response", "site"]
         )
-        return pandas.DataFrame(np.concatenate(rows), index, COLUMNS)
+        return pandas.DataFrame(np.concatenate(rows), index, columns)
 
     def _display(self) -> tuple[str, Rows]:
         counts = Counter(self.verdicts).most_common()

@@ -24,7 +24,12 @@ from numpyro_gpaug.infer.nested.group_draws import draws_at, may_part
 from numpyro_gpaug.infer.nested.hyperparameters import Hyperparameters
 from numpyro_gpaug.infer.nested.many import CERTIFIED, NestedRuns
 from numpyro_gpaug.infer.nested.programs import Programs
-from numpyro_gpaug.infer.nested.report import COLUMNS, Clock, certificate, overview
+from numpyro_gpaug.infer.nested.report import (
+    Clock,
+    certificate,
+    columns_of,
+    overview,
+)
 from numpyro_gpaug.infer.nested.setup import FEW, MOST, CollapsedBounds
 from numpyro_gpaug.infer.vi.checks import check_gaussian, warn_of_units
 from numpyro_gpaug.infer.vi.resolution import check_precision
@@ -448,35 +453,34 @@ class NestedVI(
         size = run.programs.structure.size
         return of_points(at, num_points, size, arguments.num_rows)
 
-    def print_summary(self) -> None:
+    def print_summary(self, prob: float = 0.9) -> None:
         """Print a table of all latents except whitened inducing values
         (``nested.posterior().predict_f`` has the process), the certificate, the
         evidence, and the times of the parts of the run.
 
         ``n_eff`` is the effective number of draws for the mean of an entry.
 
+        :param prob: the probability between the outer quantiles.
         :raises RuntimeError: before a run.
         """
         whole = {"n_eff": "{:.0f}".format}
-        found = self.summary().to_string(
+        found = self.summary(prob).to_string(
             float_format="{:.2f}".format, formatters=whole, na_rep="-"
         )
         print(f"\n{found}\n\n{self!r}")
 
-    def summary(self) -> Any:
+    def summary(self, prob: float = 0.9) -> Any:
         """Return the table of :meth:`print_summary`, a :class:`pandas.DataFrame`.
 
+        :param prob: the probability between the outer quantiles.
         :raises RuntimeError: before a run.
         """
         import pandas
 
-        found = self._table()
-        return pandas.DataFrame.from_dict(found, orient="index", columns=COLUMNS)
-
-    def _table(self) -> dict[str, list[float]]:
-        """Return the rows of the table, with the labels of members."""
-        found, axes = self._known().table(), self.labelled_axes
-        return {labelled(k, axes, self.labels): x for k, x in found.items()}
+        found, axes = self._known().table(prob), self.labelled_axes
+        rows = {labelled(k, axes, self.labels): x for k, x in found.items()}
+        columns = columns_of(prob)
+        return pandas.DataFrame.from_dict(rows, orient="index", columns=columns)
 
     @property
     def labels(self) -> Labels:

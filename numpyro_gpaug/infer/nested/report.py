@@ -10,9 +10,15 @@ from textwrap import wrap
 from typing import Any
 
 from numpyro_gpaug.infer.nested.weighted import LARGEST_LOSS
+from numpyro_gpaug.predict.summary import levels_of
 
-# The columns of a table.
-COLUMNS = ["mean", "sd", "5%", "50%", "95%", "n_eff"]
+
+def columns_of(prob: float = 0.9) -> list[str]:
+    """Return the columns of a table.
+
+    :param prob: the probability between the outer quantiles.
+    """
+    return ["mean", "sd", *levels_of(prob), "n_eff"]
 
 
 class Clock:

@@ -139,11 +139,14 @@ class Weighted:
         places = (rng.random() + np.arange(num)) / num * edges[-1]
         return rng.permutation(np.searchsorted(edges, places).clip(0, edges.size - 1))
 
-    def table(self, sites: dict[str, np.ndarray]) -> dict[str, list[float]]:
+    def table(
+        self, sites: dict[str, np.ndarray], levels: tuple[float, ...]
+    ) -> dict[str, list[float]]:
         """Return mean, standard deviation, quantiles and effective draws of every
         entry. The number is NaN for an entry that is equal in all draws.
 
         :param sites: values by name, (n * draws, ...).
+        :param levels: levels of the quantiles.
         """
         weights = np.exp(self.log_weights.ravel())
         weights = weights / weights.sum()
@@ -153,7 +156,7 @@ class Weighted:
         for name, values in sites.items():
             rounded = values.reshape(len(weights), -1)
             rounded = np.where(weights[:, None] > 0, rounded, rounded[some])
-            found = weighted_columns(rounded, weights)
+            found = weighted_columns(rounded, weights, levels)
             mean, spread = found[:2]
             # Draws at one point are not independent, so the errors are those of sums
             # over points.
