@@ -900,7 +900,7 @@ def test_a_gaussian_starts_from_the_nearest_one_or_anew(lost):
     tried = []
 
     class Recorder:
-        hyper = SimpleNamespace(size=1)
+        hyper, batch = SimpleNamespace(size=1), 1
 
         def no_start(self, arrays):
             return Start(np.full((1, 2), np.nan), np.zeros(1, bool))
@@ -914,7 +914,9 @@ def test_a_gaussian_starts_from_the_nearest_one_or_anew(lost):
             return Evaluated(bound, zero, np.zeros((1, 1)), zero, {}, factors, None)
 
     drawer = Drawer(Recorder(), (), np.random.default_rng(0), None)
-    values = [drawer.evaluate(np.array([x]))[0] for x in (0.0, 1.0, 0.4, 10.0)]
+    values = [
+        float(drawer.evaluate(np.array([[x]]))[0][0]) for x in (0.0, 1.0, 0.4, 10.0)
+    ]
     np.testing.assert_array_equal(tried, [0.0, 0.0, 0.0, 1.0, np.nan])
     assert values == [1.0] * 4
     # A failed point is not a start for others.
@@ -1087,10 +1089,10 @@ def test_split_t_distributions_draw_what_their_density_says(sides):
 def test_a_long_tail_on_one_side_widens_that_side():
     """A normal, and the logarithm of a half-normal scale."""
 
-    def evaluate(point):
-        value = point[1] - np.exp(2 * point[1]) / 2 - 2 * (point[0] - 1) ** 2
-        slope = np.array([-4 * (point[0] - 1), 1 - np.exp(2 * point[1])])
-        return value, slope
+    def evaluate(points):
+        x, y = points.T
+        values = y - np.exp(2 * y) / 2 - 2 * (x - 1) ** 2
+        return values, np.stack([-4 * (x - 1), 1 - np.exp(2 * y)], 1)
 
     mode = climb(evaluate, np.array([0.5, 0.5]), precise=True)
     np.testing.assert_allclose(mode.point, [1.0, 0.0], atol=1e-3)
@@ -1103,7 +1105,8 @@ def test_a_long_tail_on_one_side_widens_that_side():
     assert widened > 1.5
     # It falls as far as the density at this place.
     fall = np.diff(component.log_density(np.stack([mode.point, far])))
-    np.testing.assert_allclose(fall, evaluate(far)[0] - mode.value, atol=0.02)
+    (there,), _ = evaluate(far[None])
+    np.testing.assert_allclose(fall, there - mode.value, atol=0.02)
 
 
 def test_mixtures_weigh_their_parts_by_their_counts():
@@ -1493,12 +1496,12 @@ def test_only_symmetries_are_mirrored():
     for mean, number in ((0.0, 2), (0.1, 1)):
 
         def evaluate(x, mean=mean):
-            product = (x[1] - mean) * (x[2] - mean)
-            return -50 * ((product + 2) ** 2 + (x[0] - 0.5) ** 2), None
+            product = (x[:, 1] - mean) * (x[:, 2] - mean)
+            return -50 * ((product + 2) ** 2 + (x[:, 0] - 0.5) ** 2), None
 
         found = mirrored(hyper, mode, evaluate)
         assert len(found.flips) == number
-    both = mirrored(hyper, mode, lambda x: (-np.abs(x - 1)[0], None))
+    both = mirrored(hyper, mode, lambda x: (-np.abs(x - 1)[:, 0], None))
     assert {tuple(x) for x in both.flips} == {
         (1, a, b) for a in (1, -1) for b in (1, -1)
     }

@@ -302,16 +302,25 @@ class Drawer:
             return 1
         return self.programs.num_draws // self.apart.corners
 
-    def evaluate(self, point: np.ndarray) -> tuple[float, np.ndarray]:
-        """Return the collapsed log-density and its gradient."""
-        rows, _, _ = self.known.at(point[None])
-        found = self._evaluated(self.known, point[None], rows, gradient=True)
-        bound, log_prior, ascent = map(np.asarray, found[:3])
-        value = float(bound[0]) + float(log_prior[0])
-        if value > self.best:
-            self.best = value
-            self.starts[0] = Start(found.factors, KNOWN)
-        return value, ascent[0].astype(float)
+    def evaluate(self, points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the collapsed log-density at points (n, d), (n,), and its gradients,
+        (n, d)."""
+        values, gradients, batch = [], [], self.programs.batch
+        for i in range(0, len(points), batch):
+            here = points[i : i + batch]
+            rows, _, _ = self.known.at(here)
+            found = self._evaluated(self.known, here, rows, gradient=True)
+            bound, log_prior, ascent = (np.asarray(x, float) for x in found[:3])
+            values.append(bound + log_prior)
+            gradients.append(ascent)
+            best = np.where(np.isfinite(values[-1]), values[-1], -np.inf).argmax()
+            if values[-1][best] > self.best:
+                self.best = float(values[-1][best])
+                factors = jax.tree.map(
+                    lambda x, best=best: x[best : best + 1], found.factors
+                )
+                self.starts[0] = Start(factors, KNOWN)
+        return np.concatenate(values), np.concatenate(gradients)
 
     def first(self, points: np.ndarray, widths: np.ndarray) -> Points:
         """Weigh draws at the first points. Searches at some of them make a spline, and
@@ -370,17 +379,21 @@ class Drawer:
         """
 
         def fitted(here: slice) -> list[_Gaussians]:
-            gaussians = [_Gaussians(known, points[here]) for known in self.modes]
-            for gaussian in gaussians:
-                all_ = np.arange(len(gaussian.points))
-                most = -np.inf if found else self._most
-                self._find(gaussian, gaussian.interpolate(all_, most))
-                if not found and gaussian.known.grown:
-                    gaussian.known.learn()
-                    self._calibrated()
-            return gaussians
+            return self._fitted(points[here], found=found)
 
         return self._in_chunks(points, widths, fitted, kept=kept)
+
+    def _fitted(self, points: np.ndarray, *, found: bool) -> list[_Gaussians]:
+        """Return the Gaussians of each mode at points; parameters as for
+        :meth:`draw`."""
+        gaussians = [_Gaussians(known, points) for known in self.modes]
+        for gaussian in gaussians:
+            most = -np.inf if found else self._most
+            self._find(gaussian, gaussian.interpolate(np.arange(len(points)), most))
+            if not found and gaussian.known.grown:
+                gaussian.known.learn()
+                self._calibrated()
+        return gaussians
 
     def _in_chunks(
         self,
@@ -390,24 +403,37 @@ class Drawer:
         *,
         kept: bool,
     ) -> Points:
-        """Draw from the Gaussians of each mode at the points of each chunk; parameters
-        as for :meth:`draw`."""
+        """Draw from the Gaussians of each mode at the points of each chunk, and again
+        where draws contradict an interpolation; parameters as for :meth:`draw`."""
         chunk, whole = self.programs.chunk, None
-        for i in range(0, len(points), chunk):
-            here = slice(i, i + chunk)
-            part = self._chunk(points[here], widths[here], gaussians(here))
+        unlike = np.zeros(len(points), bool)
+
+        def draw(here: Any, gaussians: list[_Gaussians]) -> None:
+            nonlocal whole
+            part, unlike[here] = self._chunk(points[here], widths[here], gaussians)
             if not kept:
                 part = part._replace(z=part.z[..., :0], sites={})
             if whole is None:
                 whole = jax.tree.map(partial(_empty, len(points)), part)
             for into, new in zip(*map(jax.tree.leaves, (whole, part)), strict=True):
                 into[here] = new
+
+        for i in range(0, len(points), chunk):
+            here = slice(i, i + chunk)
+            draw(here, gaussians(here))
+            self._bar.update(len(points[here]))
+        again = np.flatnonzero(unlike)
+        for i in range(0, len(again), chunk):
+            places = again[i : i + chunk]
+            draw(places, self._fitted(points[places], found=True))
         assert whole is not None
         return whole
 
     def _chunk(
         self, points: np.ndarray, widths: np.ndarray, gaussians: list[_Gaussians]
-    ) -> Points:
+    ) -> tuple[Points, np.ndarray]:
+        """Return draws at the points of one chunk, and whether they contradict an
+        interpolation."""
         programs, num = self.programs, len(points)
         size = programs.chunk, programs.num_draws // self.alike, self.latents
         noise = self._rng.standard_normal(size, programs.structure.dtype)
@@ -417,15 +443,9 @@ class Drawer:
             apart = uniform, self.shift.astype(noise.dtype)
         drawn = self._drawn(points, gaussians, noise, widths, apart)
         unlike = self._unlike(drawn, gaussians)
-        again = [np.flatnonzero(unlike & gaussian.sure) for gaussian in gaussians]
-        if any(len(places) for places in again):
-            for gaussian, places in zip(gaussians, again, strict=True):
-                self._find(gaussian, places)
-                gaussian.sure[places] = False
-            drawn = self._drawn(points, gaussians, noise, widths, apart)
         bounds = np.stack([gaussian.bound for gaussian in gaussians])
         # The factors found are those of one more update, which may go too far.
-        broken = ~np.isfinite(drawn.log_det) & np.isfinite(bounds).all(0)
+        broken = ~np.isfinite(drawn.log_det) & np.isfinite(bounds).all(0) & ~unlike
         if broken.any():
             for gaussian in gaussians:
                 known = gaussian.known
@@ -440,21 +460,21 @@ class Drawer:
         # If the interpolated precision is not positive definite, weights may be
         # thousands of nats above the best. These are rounding errors.
         ratios[failed[:, None] | (ratios > self.best + ABSURD)] = np.nan
-        self._bar.update(num)
         squares = np.square(noise[:num], dtype=float).sum(-1).repeat(self.alike, 1)
         corner = noise[:num, :, :0]
         if self.apart is not None:
             corner = widths[:, :: self.alike, None] * noise[:num] + self.shift
         bound = np.max(bounds, axis=0)
-        return Points(
+        found = Points(
             np.asarray(drawn.z), bound, log_prior, ratios, squares, drawn.sites, corner
         )
+        return found, unlike
 
     def _unlike(self, drawn: Drawn, gaussians: list[_Gaussians]) -> np.ndarray:
-        """Whether draws are far worse than the bound at their point says, compared with
-        points at which the Gaussian was found, (n,). An interpolation may give a bound
-        that is too high, a Gaussian far from the optimum, or a precision that is not
-        positive definite.
+        """Whether draws are far worse than the interpolated bound at their point says,
+        compared with points at which the Gaussian was found, (n,). An interpolation may
+        give a bound that is too high, a Gaussian far from the optimum, or a precision
+        that is not positive definite.
 
         :param drawn: draws at n points.
         :param gaussians: the Gaussians there.
@@ -466,7 +486,7 @@ class Drawer:
         excess = bound - evidence
         found = excess[~sure & np.isfinite(excess)]
         self._excess = found.max(initial=self._excess)
-        return ~(excess <= self._excess + UNLIKE)
+        return sure & ~(excess <= self._excess + UNLIKE)
 
     def _drawn(
         self,

@@ -333,7 +333,7 @@ def sampled(
         drawer = Drawer(programs, data, rng, bar)
         with clock.part("draws"):
             mean = points.mean(0)
-            value, _ = drawer.evaluate(mean)
+            value = float(drawer.evaluate(mean[None])[0][0])
             found = searched(drawer, mean, rng)
             drawer.part(mean)
             drawn, weighted = _weighted_draws(drawer, points)

@@ -46,7 +46,7 @@ def mirrored(hyper: Hyperparameters, mode: Mode, evaluate: Evaluate) -> Mirrors:
 
     :param hyper: the hyperparameters.
     :param mode: a mode.
-    :param evaluate: returns the log-density and its gradient.
+    :param evaluate: returns the log-density and its gradients at points.
     """
     point, component = mode.point, mode.component
     noise = np.random.default_rng(0).normal(size=(CHECKED, len(point)))
@@ -58,8 +58,8 @@ def mirrored(hyper: Hyperparameters, mode: Mode, evaluate: Evaluate) -> Mirrors:
             return False
         for i, x in enumerate(checked):
             if i == len(values):
-                values.append(evaluate(x)[0])
-            difference = abs(evaluate(x * flip)[0] - values[i])
+                values.append(float(evaluate(x[None])[0][0]))
+            difference = abs(float(evaluate((x * flip)[None])[0][0]) - values[i])
             if not difference < SAME + ROUNDING * abs(values[i]):
                 return False
         return True

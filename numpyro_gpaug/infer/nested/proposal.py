@@ -49,9 +49,9 @@ class StudentT(NamedTuple):
         return np.linalg.solve(self.axes, (points - self.mode).T).T
 
     def distances(self, points: np.ndarray) -> np.ndarray:
-        """Return squared distances of points (n, d) from the mode, (n,)."""
-        x = self.along(points)
-        return np.square(x / np.where(x < 0, *self.sides)).sum(1)
+        """Return squared distances of points (n, d) from the mode, in units of the axes
+        whatever the scales on either side, (n,)."""
+        return np.square(self.along(points)).sum(1)
 
     def about(
         self, centre: np.ndarray, points: np.ndarray, weights: np.ndarray, share: float
@@ -71,7 +71,8 @@ class StudentT(NamedTuple):
 
     def log_density(self, points: np.ndarray) -> np.ndarray:
         """Return the log-density at points of shape (n, d), with shape (n,)."""
-        d, nu = len(self.mode), FREEDOM
+        d, nu, x = len(self.mode), FREEDOM, self.along(points)
+        squares = np.square(x / np.where(x < 0, *self.sides)).sum(1)
         constant = (
             special.gammaln((nu + d) / 2)
             - special.gammaln(nu / 2)
@@ -79,7 +80,7 @@ class StudentT(NamedTuple):
             - np.linalg.slogdet(self.axes)[1]
             - np.log(self.sides.mean(0)).sum()
         )
-        return constant - (nu + d) / 2 * np.log1p(self.distances(points) / nu)
+        return constant - (nu + d) / 2 * np.log1p(squares / nu)
 
     def draws(self, num: int, rng: np.random.Generator) -> np.ndarray:
         """Return quasi-random draws, (num, d), from a scrambled Halton sequence."""
@@ -221,7 +222,8 @@ FAR, WIDEST_SIDE = 6.0, 4.0
 # density is flat or convex, the prior determines the width.
 WIDEST = 3.0
 
-Evaluate = Callable[[np.ndarray], tuple[float, np.ndarray]]
+# Returns the log-density at points (n, d), (n,), and its gradients, (n, d).
+Evaluate = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
 class Mode(NamedTuple):
@@ -240,14 +242,14 @@ class Mode(NamedTuple):
 def climb(evaluate: Evaluate, start: np.ndarray, precise: bool) -> Mode:
     """Find a mode by L-BFGS.
 
-    :param evaluate: returns the log-density and its gradient.
+    :param evaluate: returns the log-density and its gradients at points.
     :param start: the start, (d,).
     :param precise: whether these are in double precision.
     :raises CholeskyError: if the density is not finite at the start.
     """
     from scipy import optimize  # takes a fifth of a second to import
 
-    first, _ = evaluate(start)
+    first = float(evaluate(start[None])[0][0])
     if not np.isfinite(first):
         raise CholeskyError(
             "the collapsed bound is not finite at the start of the search for its "
@@ -258,13 +260,13 @@ def climb(evaluate: Evaluate, start: np.ndarray, precise: bool) -> Mode:
             "possible (counts at zero exposure). float64 or init_params may help"
         )
     if not start.size:  # SciPy 1.13 rejects an empty vector
-        return Mode(start, first, _component(evaluate, start, first))
+        return Mode(start, first, StudentT.symmetric(start, np.eye(0)))
 
     def descend(point: np.ndarray) -> tuple[float, np.ndarray]:
-        value, gradient = evaluate(point)
+        (value,), (gradient,) = evaluate(point[None])
         if not (np.isfinite(value) and np.isfinite(gradient).all()):
             return 1e10 + abs(first), np.zeros_like(point)
-        return -value, -gradient
+        return -float(value), -gradient
 
     # The noise of the bound in float32 is about 1e-6 times the bound.
     least = 1e-10 if precise else 1e-7
@@ -278,11 +280,9 @@ def climb(evaluate: Evaluate, start: np.ndarray, precise: bool) -> Mode:
 
 
 def _component(evaluate: Evaluate, mode: np.ndarray, value: float) -> StudentT:
-    d = len(mode)
-    hessian = np.zeros((d, d))
-    for i, direction in enumerate(np.eye(d)):
-        ends = [evaluate(mode + s * STEP * direction)[1] for s in (1, -1)]
-        hessian[i] = (ends[1] - ends[0]) / (2 * STEP)
+    steps = STEP * np.eye(len(mode))
+    above, below = np.split(evaluate(mode + np.concatenate([steps, -steps]))[1], 2)
+    hessian = (below - above) / (2 * STEP)
     hessian = np.where(np.isfinite(hessian), hessian, 0)
     values, vectors = np.linalg.eigh((hessian + hessian.T) / 2)
     values = np.maximum(values, WIDEST**-2)
@@ -298,17 +298,13 @@ def _sides(evaluate: Evaluate, component: StudentT, value: float) -> np.ndarray:
 
     Reference: Geweke (1989), section 5.
     """
-    d = len(component.mode)
-    sides = np.ones((2, d))
-    for place in np.ndindex(2, d):
-        side, i = place
-        step = (2 * side - 1) * FAR * component.axes[:, i]
-        fall = value - evaluate(component.mode + step)[0]
-        if np.isfinite(fall):
-            # Solves (FREEDOM + d) / 2 * log1p((FAR / side)**2 / FREEDOM) = fall.
-            ratio = FREEDOM * np.expm1(2 * min(fall, 100.0) / (FREEDOM + d))
-            sides[place] = FAR / np.sqrt(max(ratio, 1e-3))
-    return np.clip(sides, 1.0, WIDEST_SIDE)
+    d, steps = len(component.mode), FAR * component.axes.T
+    there, _ = evaluate(component.mode + np.concatenate([-steps, steps]))
+    fall = np.where(np.isfinite(there), value - there, np.inf).clip(max=100.0)
+    # Solves (FREEDOM + d) / 2 * log1p((FAR / side)**2 / FREEDOM) = fall.
+    ratio = FREEDOM * np.expm1(2 * fall / (FREEDOM + d))
+    sides = FAR / np.sqrt(np.maximum(ratio, 1e-3))
+    return np.clip(sides, 1.0, WIDEST_SIDE).reshape(2, d)
 
 
 def another(
