@@ -512,18 +512,20 @@ class Drawer:
             factors = jax.tree.map(lambda *x: np.stack(x, 1), *each)
             chosen = self._rng.choice(len(each), noise.shape[:2], p=self._shares)
             shares = np.log(self._shares).astype(noise.dtype)
-            drawn = programs.draw_mixed(points, factors, chosen, *numbers, shares, data)
+            drawn = programs.draw_mixed(
+                points, factors, chosen, *numbers, shares, data, num
+            )
         elif self.apart is not None:
             drawn = programs.draw_apart(
-                points, each[0], *numbers, *apart, self.apart.group, data
+                points, each[0], *numbers, *apart, self.apart.group, data, num
             )
         elif self.moves:
             seeds = self._rng.integers(2**31, size=len(points)).astype(np.int32)
             drawn = programs.draw_annealed(
-                points, each[0], *numbers, self.moves, seeds, data
+                points, each[0], *numbers, self.moves, seeds, data, num
             )
         else:
-            drawn = programs.draw(points, each[0], *numbers, data)
+            drawn = programs.draw(points, each[0], *numbers, data, num)
         return jax.tree.map(lambda x: np.asarray(x)[:num], drawn)
 
     def _find(self, gaussians: _Gaussians, places: np.ndarray) -> None:

@@ -397,7 +397,13 @@ class Programs:
         return z, white, -0.5 * jnp.square(white)
 
     def _draw(
-        self, points: Array, factors: Any, noise: Array, widths: Array, data: Arguments
+        self,
+        points: Array,
+        factors: Any,
+        noise: Array,
+        widths: Array,
+        data: Arguments,
+        num: Any,
     ) -> Drawn:
         """Draw the latents.
 
@@ -406,6 +412,7 @@ class Programs:
         :param noise: standard normal numbers, (n, draws, size).
         :param widths: factors by which draws are wider than the Gaussian, (n, draws).
         :param data: the model's arguments.
+        :param num: the number of points at the beginning whose draws are needed.
         """
 
         def one(each: Any) -> Drawn:
@@ -421,7 +428,7 @@ class Programs:
             found = jax.vmap(weighed)(white, prior, noise, widths)
             return Drawn(log_prior, white, q.log_det[0] + view.prior.log_det, *found)
 
-        return self._each(one, (points, factors, noise, widths))
+        return self._each(one, (points, factors, noise, widths), num)
 
     def _draw_annealed(
         self,
@@ -432,6 +439,7 @@ class Programs:
         moves: Array,
         seeds: Array,
         data: Arguments,
+        num: Any,
     ) -> Drawn:
         """Draw like :meth:`_draw`, and move the draws towards the posterior: annealed
         importance sampling (Neal, 2001).
@@ -481,7 +489,7 @@ class Programs:
             log_det = q.log_det[0] + view.prior.log_det
             return Drawn(log_prior, last.white, log_det, first.total, lost, sites)
 
-        return self._each(one, (points, factors, noise, widths, seeds))
+        return self._each(one, (points, factors, noise, widths, seeds), num)
 
     def _draw_apart(
         self,
@@ -493,6 +501,7 @@ class Programs:
         shift: Array,
         group: Array,
         data: Arguments,
+        num: Any,
     ) -> Drawn:
         """Draw like :meth:`_draw`, with
         :func:`~numpyro_gpaug.infer.nested.group_draws.weigh_groups`.
@@ -519,7 +528,7 @@ class Programs:
             )  # fmt: skip
             return Drawn(log_prior, z, q.log_det[0] + prior.log_det, *sums)
 
-        return self._each(one, (points, factors, noise, widths, uniform))
+        return self._each(one, (points, factors, noise, widths, uniform), num)
 
     def _draw_mixed(
         self,
@@ -530,6 +539,7 @@ class Programs:
         widths: Array,
         log_shares: Array,
         data: Arguments,
+        num: Any,
     ) -> Drawn:
         """Draw like :meth:`_draw` from mixtures of Gaussians. The density of a Gaussian
         at draws of another follows from its factors: it is the density of the prior
@@ -579,7 +589,7 @@ class Programs:
             finite = jnp.stack([0 * q.log_det[0] for q in qs]).sum()
             return Drawn(log_prior, white, finite + prior.log_det, *weighed)
 
-        return self._each(one, (points, factors, chosen, noise, widths))
+        return self._each(one, (points, factors, chosen, noise, widths), num)
 
     def _each(self, function: Callable[[Any], Any], draws: Any, num: Any = None) -> Any:
         """Map a function over draws, on any device.
