@@ -108,7 +108,8 @@ def test_draws_of_a_collapsed_model_predict_and_draw_latents(of_normal):
     samples = of_normal.get_samples()
     ours = collapsed.posterior(samples, GROUP, REAL, num_points=100).summary()
     theirs = of_normal.posterior().summary()
-    assert (ours["mean"] - theirs["mean"]).abs().max() < 0.3 * theirs["sd"].min()
+    # Three standard errors of 100 draws.
+    assert ((ours["mean"] - theirs["mean"]).abs() < 0.3 * theirs["sd"]).all()
 
     for wrong, said in (
         ({"tau": few["tau"]}, r"lack draws of the hyperparameters \['sigma'\]"),
