@@ -35,6 +35,8 @@ from pathlib import Path
 from typing import Any, cast
 
 # One thread, since processor times are compared; set before jax starts.
+# Idle threads of XLA spin while they wait: NPROC is how many it starts.
+os.environ.setdefault("NPROC", "1")
 os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
