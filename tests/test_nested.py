@@ -1035,6 +1035,41 @@ def test_interpolations_that_draws_contradict_are_noticed():
     np.testing.assert_allclose(drawer._excess, 0.3, rtol=1e-9)
 
 
+def test_draws_that_are_bad_by_chance_stay():
+    """Draws at the points 1, 2 and 4 contradict interpolations; a search shows that the
+    one at 2 was accurate."""
+    drawer, drawn = Drawer.__new__(Drawer), []
+    drawer.programs = SimpleNamespace(chunk=3)
+    drawer._bar = SimpleNamespace(update=lambda rows: None)
+
+    class Gaussian:
+        def __init__(self, x):
+            self.points = self.bound = x
+
+        def part(self, places):
+            return Gaussian(self.points[places])
+
+    def chunk(points, widths, gaussians):
+        drawn.append(points[:, 0].tolist())
+        n = points[:, 0]
+        again = np.full(len(n), len(drawn[-1]) < 2)
+        found = Points(n[:, None, None], 10 + n, n, again[:, None], n, {}, n)
+        return found, np.isin(n, [1, 2, 4]) & ~again
+
+    def lost(gaussians):
+        return np.flatnonzero(gaussians[0].points != 2)
+
+    drawer._chunk, drawer._lost = chunk, lost
+    points = np.arange(5.0)[:, None]
+    known = [Gaussian(points[:, 0])]
+    found = drawer._in_chunks(
+        points, np.ones((5, 1)), lambda here: [known[0].part(here)], kept=True
+    )
+    assert drawn == [[0, 1, 2], [1], [3, 4], [4]]
+    np.testing.assert_array_equal(found.log_joint_over_q[:, 0], [0, 1, 0, 0, 1])
+    np.testing.assert_array_equal(found.bound[[0, 2, 3]], [10, 2, 13])
+
+
 def test_bounds_far_from_the_mode_do_not_spoil_the_proposal():
     """Without the check, two bounds are 15 nats too high, and the proposal needs more
     than twice as many points."""

@@ -45,6 +45,8 @@ FAR, ABSURD = 200.0, 1e4
 # So many nats more than bounds that were found may an interpolated bound exceed the
 # evidence of its draws.
 UNLIKE = 3.0
+# Draws are made again if the interpolated Gaussian loses more nats than this.
+LOST = 0.1
 # The variance of log-weights at a point above which annealed draws help, the largest
 # one for each of their moves, the factor by which there are more if they are too few,
 # and the most numbers that are moved in all.
@@ -155,8 +157,8 @@ class _Gaussians:
         self.sure[places], self.bound[places] = sure, np.where(sure, between, np.nan)
         return places[~sure]
 
-    def part(self, places: slice) -> _Gaussians:
-        """Return the Gaussians at some of the points, whose arrays are views."""
+    def part(self, places: Any) -> _Gaussians:
+        """Return the Gaussians at some of the points; of a slice, arrays are views."""
         found = copy(self)
         for name in ("points", "rows", "doubts", "sure", "bound"):
             setattr(found, name, getattr(self, name)[places])
@@ -379,21 +381,17 @@ class Drawer:
         """
 
         def fitted(here: slice) -> list[_Gaussians]:
-            return self._fitted(points[here], found=found)
+            gaussians = [_Gaussians(known, points[here]) for known in self.modes]
+            for gaussian in gaussians:
+                all_ = np.arange(len(gaussian.points))
+                most = -np.inf if found else self._most
+                self._find(gaussian, gaussian.interpolate(all_, most))
+                if not found and gaussian.known.grown:
+                    gaussian.known.learn()
+                    self._calibrated()
+            return gaussians
 
         return self._in_chunks(points, widths, fitted, kept=kept)
-
-    def _fitted(self, points: np.ndarray, *, found: bool) -> list[_Gaussians]:
-        """Return the Gaussians of each mode at points; parameters as for
-        :meth:`draw`."""
-        gaussians = [_Gaussians(known, points) for known in self.modes]
-        for gaussian in gaussians:
-            most = -np.inf if found else self._most
-            self._find(gaussian, gaussian.interpolate(np.arange(len(points)), most))
-            if not found and gaussian.known.grown:
-                gaussian.known.learn()
-                self._calibrated()
-        return gaussians
 
     def _in_chunks(
         self,
@@ -403,8 +401,9 @@ class Drawer:
         *,
         kept: bool,
     ) -> Points:
-        """Draw from the Gaussians of each mode at the points of each chunk, and again
-        where draws contradict an interpolation; parameters as for :meth:`draw`."""
+        """Draw from the Gaussians of each mode at the points of each chunk. Where draws
+        contradict an interpolation, search, and draw again if it was not accurate;
+        parameters as for :meth:`draw`."""
         chunk, whole = self.programs.chunk, None
         unlike = np.zeros(len(points), bool)
 
@@ -420,14 +419,33 @@ class Drawer:
 
         for i in range(0, len(points), chunk):
             here = slice(i, i + chunk)
-            draw(here, gaussians(here))
+            known = gaussians(here)
+            draw(here, known)
             self._bar.update(len(points[here]))
-        again = np.flatnonzero(unlike)
-        for i in range(0, len(again), chunk):
-            places = again[i : i + chunk]
-            draw(places, self._fitted(points[places], found=True))
+            assert whole is not None
+            places = np.flatnonzero(unlike[here])
+            if len(places):
+                doubtful = [gaussian.part(places) for gaussian in known]
+                lost = self._lost(doubtful)
+                bounds = [gaussian.bound for gaussian in doubtful]
+                whole.bound[i + places] = np.max(bounds, axis=0)
+                # Others are bad by chance: without them weights would be too large.
+                if len(lost):
+                    draw(i + places[lost], [part.part(lost) for part in doubtful])
         assert whole is not None
         return whole
+
+    def _lost(self, gaussians: list[_Gaussians]) -> np.ndarray:
+        """Search for the Gaussians at points, and return the indices of those that
+        were not accurate."""
+        all_ = np.arange(len(gaussians[0].points))
+        for gaussian in gaussians:
+            self._find(gaussian, all_)
+            gaussian.sure[:] = False
+        losses = np.reshape(
+            self._losses[-len(gaussians) * len(all_) :], (-1, len(all_))
+        )
+        return np.flatnonzero(~(losses <= LOST).all(0))
 
     def _chunk(
         self, points: np.ndarray, widths: np.ndarray, gaussians: list[_Gaussians]
