@@ -126,7 +126,7 @@ def test_a_result_says_how_well_its_bound_is_known(noise, verdict):
     search = quasi_newton.start({"a": np.zeros(1)})._replace(noise=noise)
     hyper = Hyper({}, {}, np.ones(()), search)
     state = ConjugateState(hyper, *[None] * (len(ConjugateState._fields) - 1))._replace(
-        lost=np.zeros(()), step_sizes={}
+        lost=np.zeros(())
     )
     result = ConjugateResult({}, state, np.array([3.0, 2.0]), stopped=True)
     assert verdict in repr(result)

@@ -138,21 +138,6 @@ def test_responses_that_priors_do_not_reach() -> None:
     run(REAL)
 
 
-def test_a_gaussian_that_no_step_moves() -> None:
-    def rates(x, y=None):
-        a = numpyro.sample("a", dist.Normal(0, 1))
-        b = numpyro.sample("b", dist.Normal(0, 1))
-        with numpyro.plate("data", len(x)):
-            numpyro.sample("y", dist.Poisson(jnp.exp(a * b * x)), obs=y)
-
-    svi = gpaug.ConjugateSVI(rates, gpaug.AutoLatentGaussian(rates))
-    run = partial(svi.run, KEY, 5, y=jnp.arange(3), progress_bar=False)
-    with pytest.warns(UserWarning, match="no step of .'a', 'b'. raises .*'y'"):
-        result = run(jnp.array([0.1, 1.0, 3.0]))
-    assert "not converged" in repr(result)
-    run(jnp.array([0.1, 0.2, 0.3]))
-
-
 # -- predictions -----------------------------------------------------------------------
 
 

@@ -253,22 +253,6 @@ def check_plates(structure: Structure, passed: tuple[str, ...], state: Any) -> N
         )
 
 
-def warn_of_stuck(state: Any, structure: Structure) -> None:
-    """Warn about a run that no step of the Gaussian could continue.
-
-    :param state: the state at its end.
-    :param structure: the structure of the model.
-    """
-    warnings.warn(
-        f"no step of {list(structure.zeros)} raises the bound of {state.bound:.2g}, "
-        "however short: their Gaussian is not fitted. The expected log-density of "
-        f"{[site.name for site in structure.observed]} may be infinite or unresolved "
-        "under wide priors, as that of a rate exp(a * b) is. Narrow these priors, or "
-        "sample: numpyro.infer.MCMC(NUTS(model))",
-        stacklevel=5,
-    )
-
-
 # In nats: the loss per datum above which data are examined; by how much a normal
 # distribution with their own mean and deviation must explain them better; and the
 # largest part of the bound that the prior of a latent may take.

@@ -22,7 +22,6 @@ from numpyro_gpaug.infer.vi.checks import (
     CheckedData,
     check_alike,
     check_run,
-    warn_of_stuck,
     warn_of_units,
 )
 from numpyro_gpaug.infer.vi.feeds import InMemory, RunArguments
@@ -41,7 +40,6 @@ from numpyro_gpaug.infer.vi.resolution import (
 from numpyro_gpaug.infer.vi.result import ConjugateResult
 from numpyro_gpaug.infer.vi.schedules import Schedule
 from numpyro_gpaug.infer.vi.state import ConjugateState, unknown_bound
-from numpyro_gpaug.infer.vi.sweeps import stuck
 from numpyro_gpaug.math.arrays import in_dtype_of, nan_unless
 from numpyro_gpaug.math.processes import all_or_none, spans_processes
 from numpyro_gpaug.math.sharding import check_shards, on_mesh, partitioned, rows_mesh
@@ -564,9 +562,7 @@ class ConjugateSVI(RunsModel, NotPickled, instead=_UNPICKLED):
         :param start: a function that returns the initial state, if none was given.
         :param ended: whether the last steps did not raise the bound.
         """
-        if stuck(state.step_sizes):
-            warn_of_stuck(state, plan.structure)
-        elif plan.searches:
+        if plan.searches:
             warn_of_noise(state.hyper.optim_state, plan.structure, ended=ended)
         warn_of_lost(state.lost, state.natural, plan.structure)
         if learns := plan.optim is not None:

@@ -12,7 +12,6 @@ from numpyro_gpaug._display import Displayed, Rows, brief, of_posterior
 from numpyro_gpaug.infer.vi.quasi_newton import NOISY, Search, uncertainty
 from numpyro_gpaug.infer.vi.resolution import LOST
 from numpyro_gpaug.infer.vi.state import ConjugateState
-from numpyro_gpaug.infer.vi.sweeps import stuck
 from numpyro_gpaug.math.convergence import convergence
 from numpyro_gpaug.model.arguments import Values
 from numpyro_gpaug.model.closures import Version
@@ -98,8 +97,6 @@ class ConjugateResult(Displayed, SVIRunResult):
                 "limited by rounding: bounds are uncertain by up to "
                 f"{unknown:.2g} nats, and the best is kept (try float64)"
             )
-        if isinstance(self.state, ConjugateState) and stuck(self.state.step_sizes):
-            return "not converged: no step raises the bound, however short"
         # A search with a first-order phase learns hundreds of values.
         one = "converged"
         if search is not None and search.ascent:

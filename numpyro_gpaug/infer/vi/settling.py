@@ -33,7 +33,6 @@ from numpyro_gpaug.infer.vi.means import Means, remaining_increase, resolved
 from numpyro_gpaug.infer.vi.sweeps import (
     FINER,
     MAX_HALVINGS,
-    SHORTEST,
     backtracked_sweep,
     mix,
     took_whole_step,
@@ -238,7 +237,9 @@ def _settled_by_means(
 
 def _shrank(before: Values, after: dict[str, Array]) -> Array:
     """Whether some step size has reached the shortest one, where it stays."""
-    pairs = [(before[k] > SHORTEST) & (after[k] <= SHORTEST) for k in after]
+    # Between two powers of two, because exp2 rounds.
+    least = 1.5 * 2.0**-MAX_HALVINGS
+    pairs = [(before[name] > least) & (after[name] <= least) for name in after]
     return jnp.stack(pairs).any()
 
 

@@ -24,8 +24,6 @@ from numpyro_gpaug.model.arguments import Values
 from numpyro_gpaug.model.latents import Structure
 
 MAX_HALVINGS = 12
-# Of all step sizes, only the shortest one is below this number: exp2 rounds.
-SHORTEST = 1.5 * 2.0**-MAX_HALVINGS
 # Slopes resolve an increase this much better than bounds do.
 FINER = 1 / 256
 # A parabola is as high at the end of a step as at its start if it falls there as
@@ -243,14 +241,6 @@ def took_whole_step(before: Values, after: dict[str, Array]) -> Array:
     """
     sizes = jnp.stack([*before.values(), *after.values()])
     return (sizes == 1).all()
-
-
-def stuck(steps: dict[str, Array]) -> list[str]:
-    """Return the blocks of which no step raised the bound, however short.
-
-    :param steps: from :func:`backtracked_sweep`.
-    """
-    return [name for name, size in steps.items() if float(size) <= SHORTEST]
 
 
 def backtracked_update(
