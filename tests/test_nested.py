@@ -1071,8 +1071,7 @@ def test_draws_that_are_bad_by_chance_stay():
 
 
 def test_bounds_far_from_the_mode_do_not_spoil_the_proposal():
-    """Without the check, two bounds are 15 nats too high, and the proposal needs more
-    than twice as many points."""
+    """Without a check by draws, two interpolated bounds are 15 nats too high."""
     rng, side = np.random.default_rng(1), np.linspace(0, 1, 4)
     grid = np.stack(np.meshgrid(side, side), -1).reshape(-1, 2)
     X = rng.uniform(size=(20, 2))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import csv
 import io
+import shutil
 import subprocess
 from collections.abc import Callable
 from functools import partial
@@ -131,6 +132,10 @@ def sparse_process(y: Any, total: Any, x: Any, Z: Any) -> None:
 
 def table(package: str, name: str) -> dict[str, np.ndarray]:
     """A data frame of a package of R, by column; factors as text."""
+    if shutil.which("Rscript") is None:
+        raise SystemExit(
+            f"{name} is a data set of {package}: install R and this package"
+        )
     code = f"data({name}, package='{package}'); write.csv({name}, row.names=FALSE)"
     done = subprocess.run(
         ["Rscript", "-e", f"suppressMessages(library({package})); {code}"],
@@ -207,16 +212,11 @@ def machines() -> Data:
     return {"y": standard(t["score"]), "X": columns(t["Machine"]), **groups}
 
 
-def pastes() -> Data:
-    t = table("lme4", "Pastes")
-    groups = {k: codes(t[k]) for k in ("batch", "sample")}
-    return {"y": standard(t["strength"]), "X": np.ones((60, 1)), **groups}
-
-
-def penicillin() -> Data:
-    t = table("lme4", "Penicillin")
-    groups = {k: codes(t[k]) for k in ("plate", "sample")}
-    return {"y": standard(t["diameter"]), "X": np.ones((144, 1)), **groups}
+def intercepts(name: str, response: str, *groupings: str) -> Data:
+    """A data set of lme4 without covariates."""
+    t = table("lme4", name)
+    y = standard(t[response])
+    return {"y": y, "X": columns(y)[:, :1], **{k: codes(t[k]) for k in groupings}}
 
 
 def arabidopsis() -> Data:
@@ -255,8 +255,11 @@ MADE: dict[str, tuple[Callable[..., None], Callable[[], Data]]] = {
     "kidney": (durations, kidney),
     "orthodont": (slopes, orthodont),
     "machines": (normal, machines),
-    "pastes": (normal, pastes),
-    "penicillin": (normal, penicillin),
+    "pastes": (normal, partial(intercepts, "Pastes", "strength", "batch", "sample")),
+    "penicillin": (
+        normal,
+        partial(intercepts, "Penicillin", "diameter", "plate", "sample"),
+    ),
     "arabidopsis": (counts, arabidopsis),
     "answers": (ordinal, answers),
     "inducing": (sparse_process, inducing),

@@ -227,11 +227,9 @@ def _rows(
 
 
 def weighted_columns(
-    values: np.ndarray,
-    weights: np.ndarray,
-    levels: tuple[float, ...] = (0.05, 0.5, 0.95),
+    values: np.ndarray, weights: np.ndarray, levels: tuple[float, ...]
 ) -> np.ndarray:
-    """Return mean, standard deviation and quantiles of each column, (5, columns). The
+    """Return mean, standard deviation and quantiles of each column, in rows. The
     deviation of a column that varies by no more than rounding is zero.
 
     :param values: (n, columns), in the precision in which they were computed.

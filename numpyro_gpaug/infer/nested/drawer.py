@@ -42,8 +42,8 @@ EACH = 8
 # A weight that is so many nats below the best is zero. One that is so many nats above
 # it is a rounding error.
 FAR, ABSURD = 200.0, 1e4
-# So many nats more than bounds that were found may an interpolated bound exceed the
-# evidence of its draws.
+# An interpolated bound may exceed the evidence of its draws by so many nats more than
+# any bound that was found.
 UNLIKE = 3.0
 # Draws are made again if the interpolated Gaussian loses more nats than this.
 LOST = 0.1
@@ -429,7 +429,7 @@ class Drawer:
                 lost = self._lost(doubtful)
                 bounds = [gaussian.bound for gaussian in doubtful]
                 whole.bound[i + places] = np.max(bounds, axis=0)
-                # Others are bad by chance: without them weights would be too large.
+                # Others are bad by chance. Without them weights would be too large.
                 if len(lost):
                     draw(i + places[lost], [part.part(lost) for part in doubtful])
         assert whole is not None
