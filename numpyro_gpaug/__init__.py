@@ -8,40 +8,19 @@ from typing import Any
 from numpyro_gpaug import (
     diagnostics,
     distributions,
+    gp,
     inducing,
     infer,
     kernels,
     multilabel,
     plots,
+    predict,
     spatial,
     testing,
 )
-from numpyro_gpaug.distributions import (
-    BYM2,
-    GMRF,
-    ICAR,
-    BayesianSVM,
-    GeneralizedInverseGaussian,
-    HeteroscedasticNormal,
-    InverseGaussian,
-    Linked,
-    LogisticNormalizer,
-    LogisticPoisson,
-    LogisticSoftmax,
-    LogisticSoftmaxMeanField,
-    LogVarianceNormal,
-    PCRange,
-    PCScale,
-    PiecewiseBernoulli,
-    PiecewiseHeteroscedasticNormal,
-    PiecewiseNormal,
-    PolyaGamma,
-    RandomWalk2,
-    RobustMax,
-    SampledLogisticSoftmax,
-    SpaceTime,
-)
-from numpyro_gpaug.distributions.links import PiecewiseLink, learned_link, link_penalty
+from numpyro_gpaug.distributions import *  # noqa: F403
+from numpyro_gpaug.distributions import links
+from numpyro_gpaug.distributions.links import *  # noqa: F403
 from numpyro_gpaug.errors import (
     ArchiveError,
     CholeskyError,
@@ -49,7 +28,7 @@ from numpyro_gpaug.errors import (
     NotConjugateError,
     UnknownLikelihoodError,
 )
-from numpyro_gpaug.gp import GaussianProcess, with_residual
+from numpyro_gpaug.gp import *  # noqa: F403
 from numpyro_gpaug.guides import AutoFunctionSpaceGP, AutoLatentGaussian, AutoSparseGP
 from numpyro_gpaug.infer import (
     ArrowRows,
@@ -74,13 +53,7 @@ from numpyro_gpaug.likelihoods.expectations import (
     register_expectation,
 )
 from numpyro_gpaug.multilabel import ranking
-from numpyro_gpaug.predict import (
-    Averages,
-    FunctionValues,
-    Posterior,
-    Posteriors,
-    average,
-)
+from numpyro_gpaug.predict import *  # noqa: F403
 from numpyro_gpaug.spatial import SPDE
 
 __version__ = "0.2.0"
@@ -93,52 +66,22 @@ __all__ = [
     "AutoFunctionSpaceGP",
     "AutoLatentGaussian",
     "AutoSparseGP",
-    "Averages",
-    "BYM2",
     "Batches",
-    "BayesianSVM",
     "Blocks",
     "CholeskyError",
     "CollapsedGaussian",
     "CollapsedModel",
     "ConjugateSVI",
     "EllipticalSlice",
-    "FunctionValues",
-    "GMRF",
-    "GaussianProcess",
-    "GeneralizedInverseGaussian",
-    "HeteroscedasticNormal",
-    "ICAR",
-    "InverseGaussian",
-    "Linked",
-    "LogVarianceNormal",
-    "LogisticNormalizer",
-    "LogisticPoisson",
-    "LogisticSoftmax",
-    "LogisticSoftmaxMeanField",
     "ModelChangedError",
     "NestedVI",
     "NotConjugateError",
-    "PCRange",
-    "PCScale",
-    "PiecewiseBernoulli",
-    "PiecewiseHeteroscedasticNormal",
-    "PiecewiseLink",
-    "PiecewiseNormal",
-    "PolyaGamma",
-    "Posterior",
-    "Posteriors",
-    "RandomWalk2",
-    "SpaceTime",
-    "RobustMax",
     "SPDE",
-    "SampledLogisticSoftmax",
     "Route",
     "Stream",
     "TraceAnalytic_ELBO",
     "TraceWasserstein_ELBO",
     "UnknownLikelihoodError",
-    "average",
     "collapse",
     "diagnostics",
     "distributions",
@@ -146,8 +89,6 @@ __all__ = [
     "inducing",
     "infer",
     "kernels",
-    "learned_link",
-    "link_penalty",
     "multilabel",
     "plots",
     "ranking",
@@ -156,8 +97,11 @@ __all__ = [
     "spatial",
     "squared_wasserstein",
     "testing",
-    "with_residual",
 ]
+__all__ += distributions.__all__
+__all__ += gp.__all__
+__all__ += links.__all__
+__all__ += predict.__all__
 
 
 def __getattr__(name: str) -> Any:
