@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpyro.distributions as dist
 from jax import Array, random
 from jax.typing import ArrayLike
 from numpyro.distributions import constraints
@@ -22,7 +21,7 @@ from numpyro.distributions.util import validate_sample
 from scipy import sparse
 
 from numpyro_gpaug.distributions.graph import Graph, graph_of
-from numpyro_gpaug.distributions.sparse_prior import SparsePrior
+from numpyro_gpaug.distributions.sparse_prior import Field, SparsePrior
 from numpyro_gpaug.distributions.zero_sum import ZeroSumByComponent, centred, sums
 from numpyro_gpaug.math import sparse_cholesky
 from numpyro_gpaug.math.linalg import precise
@@ -36,24 +35,7 @@ from numpyro_gpaug.math.sparse_terms import (
 )
 
 
-class _OfAreas(dist.Distribution):
-    """A field of mean zero on the nodes of a graph."""
-
-    pytree_aux_fields = ("graph",)
-    graph: Graph
-    scale: Array
-
-    @property
-    def dtype(self) -> np.dtype:
-        """Dtype of the values."""
-        return self.scale.dtype
-
-    @property
-    def mean(self) -> Array:
-        return jnp.zeros(self.shape(), self.dtype)
-
-
-class ICAR(_OfAreas):
+class ICAR(Field):
     r"""The intrinsic conditional autoregression on a graph, with a zero sum over every
     connected component and unit generalised variance at ``scale=1``.
 
@@ -90,6 +72,7 @@ class ICAR(_OfAreas):
 
     arg_constraints = {"scale": constraints.positive}
     reparametrized_params = ["scale"]
+    pytree_aux_fields = ("graph",)
 
     def __init__(
         self,
@@ -110,16 +93,15 @@ class ICAR(_OfAreas):
 
     @precise
     def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
-        shape = (*sample_shape, *self.batch_shape, *self.event_shape)
-        return self.scale[..., None] * _intrinsic(self.graph, key, shape, self.dtype)
+        noise = self.white(key, sample_shape)
+        return self.scale[..., None] * _intrinsic(self.graph, noise)
 
     @validate_sample
     def log_prob(self, value: Array) -> Array:
         graph, dtype = self.graph, self.dtype
         x = jnp.asarray(value, dtype) / self.scale[..., None]
         constant = jnp.asarray(graph.log_det - graph.rank * LOG_2PI, dtype)
-        precision = jnp.asarray(graph.precision, dtype)
-        entries = sparse_cholesky.with_sums(graph.pattern, precision, _row_sums(graph))
+        entries = self._sparse_precision().entries
         quadratic = sparse_cholesky.quadratic(graph.pattern, entries, x)
         return 0.5 * (constant - quadratic) - graph.rank * jnp.log(self.scale)
 
@@ -137,7 +119,7 @@ class ICAR(_OfAreas):
         )  # fmt: skip
 
 
-class BYM2(_OfAreas):
+class BYM2(Field):
     r"""The sum of a structured and an unstructured effect of areas: ``scale * (sqrt(1 -
     mixing) v + sqrt(mixing) u)``.
 
@@ -170,8 +152,8 @@ class BYM2(_OfAreas):
         "scale": constraints.positive,
         "mixing": constraints.unit_interval,
     }
-    support = constraints.real_vector
     reparametrized_params = ["scale", "mixing"]
+    pytree_aux_fields = ("graph",)
 
     def __init__(
         self,
@@ -192,12 +174,9 @@ class BYM2(_OfAreas):
 
     @precise
     def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
-        shape = (*sample_shape, *self.batch_shape, *self.event_shape)
-        of_noise, of_field = random.split(key)
-        noise = random.normal(of_noise, shape, self.dtype)
-        field = _intrinsic(self.graph, of_field, shape, self.dtype)
+        noise, other = (self.white(k, sample_shape) for k in random.split(key))
         unstructured, structured = self._scales
-        return unstructured * noise + structured * field
+        return unstructured * noise + structured * _intrinsic(self.graph, other)
 
     @validate_sample
     @precise
@@ -226,10 +205,11 @@ class BYM2(_OfAreas):
         of_field = _zero_sums(graph)
         if of_field is not None:
             of_field = np.hstack([np.zeros_like(of_field), of_field])
-        ones = jnp.ones(size, dtype)
+        # The precision of the field comes after a diagonal.
+        own, values = np.arange(size), np.append(np.ones(size), graph.precision)
+        places = (np.append(own, x + size) for x in (pattern.rows, pattern.columns))
         return SparsePrior(
-            _after(size, pattern),
-            jnp.concatenate([ones, jnp.asarray(graph.precision, dtype)]),
+            Pattern.of(size + pattern.size, *places), jnp.asarray(values, dtype),
             of_field, jnp.zeros((), dtype), self._scales,
             lambda: jnp.asarray(graph.log_det, dtype),
             sums=np.append(np.ones(size), _row_sums(graph)),
@@ -268,7 +248,7 @@ def _log_prob_at_unit_scale(graph: Graph, x: Array, mixing: Array) -> Array:
     return 0.5 * (jnp.asarray(graph.log_det, dtype) - log_det - quadratic)
 
 
-class GMRF(dist.Distribution):
+class GMRF(Field):
     r"""A multivariate normal with a sparse precision: a Gaussian Markov random field.
 
     :param loc: the mean, a number or (..., n); leading axes are independent fields.
@@ -297,7 +277,6 @@ class GMRF(dist.Distribution):
     """
 
     arg_constraints = {"loc": constraints.real_vector}
-    support = constraints.real_vector
     reparametrized_params = ["loc", "values"]
     pytree_data_fields = ("values", "sums")
     pytree_aux_fields = ("pattern",)
@@ -322,17 +301,15 @@ class GMRF(dist.Distribution):
 
     @precise
     def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
-        shape = (*sample_shape, *self.batch_shape, *self.event_shape)
-        noise = random.normal(key, shape, self.loc.dtype)
         given = self.pattern, self.values, self.sums
         draws = partial(sparse_cholesky.half_solve_with_sums, *given)
-        return self.loc + by_columns(draws, noise)
+        return self.loc + by_columns(draws, self.white(key, sample_shape))
 
     @validate_sample
     @precise
     def log_prob(self, value: Array) -> Array:
         x = value - self.loc
-        entries = sparse_cholesky.with_sums(self.pattern, self.values, self.sums)
+        entries = self._sparse_precision().entries
         quadratic = sparse_cholesky.quadratic(self.pattern, entries, x)
         constant = jnp.asarray(self.pattern.size * LOG_2PI, x.dtype)
         return 0.5 * (self._log_det() - constant - quadratic)
@@ -385,14 +362,11 @@ def _refuse_free_levels(pattern: Pattern, matrices: list[Any]) -> None:
         )
 
 
-def _intrinsic(
-    graph: Graph, key: Array, shape: tuple[int, ...], dtype: np.dtype
-) -> Array:
+def _intrinsic(graph: Graph, noise: Array) -> Array:
     """Return draws of the scaled intrinsic field: of the grounded field, without the
     levels of components."""
-    values = jnp.asarray(graph.grounded, dtype)
+    values = jnp.asarray(graph.grounded, noise.dtype)
     factor = sparse_cholesky.factor(graph.pattern, values)
-    noise = random.normal(key, shape, dtype)
     return centred(graph, by_columns(factor.half_solve_transposed, noise))
 
 
@@ -406,12 +380,3 @@ def _zero_sums(graph: Graph) -> np.ndarray | None:
     labels, sizes, _ = graph.components
     rows = np.arange(len(sizes))[:, None] == labels
     return rows.astype(float) if len(sizes) else None
-
-
-def _after(size: int, pattern: Any) -> Any:
-    """Return a pattern after a diagonal of a given size."""
-    own = np.arange(size)
-    rows, columns = (
-        np.append(own, index + size) for index in (pattern.rows, pattern.columns)
-    )
-    return type(pattern).of(size + pattern.size, rows, columns)

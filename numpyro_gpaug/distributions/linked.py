@@ -101,7 +101,11 @@ class Linked(Distribution):
         self.f = f
         self.edges = tuple(x.edges for x in links)
         batch = jnp.broadcast_shapes(*(x.heights.shape[:-1] for x in links))
-        self.heights = _side_by_side([x.heights for x in links], batch)
+        heights = [jnp.broadcast_to(x.heights, (*batch, x.num_pieces)) for x in links]
+        # A single array is not concatenated, so that constants stay constants inside a
+        # trace.
+        several = len(links) > 1
+        self.heights = jnp.concatenate(heights, -1) if several else links[0].heights
         self.family, self.family_parameters = family, parameters
         shapes = [jnp.shape(p) for p in self.parameters.values()]
         batch_shape = jnp.broadcast_shapes(self._latents()[0].shape, batch, *shapes)
@@ -244,16 +248,6 @@ class Linked(Distribution):
     @constraints.dependent_property(event_dim=0)
     def support(self) -> Any:
         return self.conditional().support
-
-
-def _side_by_side(heights: list[Array], batch: tuple[int, ...]) -> Array:
-    # A single array is not concatenated, so that constants stay constants inside a
-    # trace.
-    if len(heights) == 1:
-        return heights[0]
-    return jnp.concatenate(
-        [jnp.broadcast_to(h, (*batch, h.shape[-1])) for h in heights], -1
-    )
 
 
 class PiecewiseBernoulli(Linked):

@@ -306,22 +306,13 @@ class NodeMixture(dist.MixtureSameFamily):
         shape = tuple(sample_shape) + self.batch_shape
         nodes = self.mixing_distribution.expand(shape).sample(node_key)
         component = self.component_distribution
-        chosen = {
-            name: _pick(getattr(component, name), nodes, self.batch_shape)
-            for name in component.arg_constraints
-            if name in vars(component)
-        }
+        places = nodes.reshape(-1, *self.batch_shape, 1)
+        chosen = {}
+        for name in component.arg_constraints.keys() & vars(component).keys():
+            table = jnp.broadcast_to(getattr(component, name), component.batch_shape)
+            found = jnp.take_along_axis(table[None], places, -1)
+            chosen[name] = found.reshape(nodes.shape)
         return type(component)(**chosen).sample(key), [nodes]
-
-
-def _pick(parameter: ArrayLike, nodes: Array, batch_shape: tuple[int, ...]) -> Array:
-    """Select the entries of a parameter, with a trailing axis over nodes, at
-    ``nodes``."""
-    size = jnp.shape(parameter)[-1] if jnp.ndim(parameter) else 1
-    rows = math.prod(batch_shape)
-    table = jnp.broadcast_to(parameter, (*batch_shape, size)).reshape(rows, size)
-    columns = nodes if size > 1 else jnp.zeros_like(nodes)
-    return table[jnp.arange(rows), columns.reshape(-1, rows)].reshape(nodes.shape)
 
 
 # The largest number of nodes for a scalar, in either precision.

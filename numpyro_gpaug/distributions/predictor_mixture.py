@@ -185,8 +185,6 @@ class PredictorMixture(Distribution):
         """Return weights with additional axes: for draws, before the axes of data, and
         for events, after them."""
         draws = (1,) * (values.ndim - weights.ndim - event_dim)
-        if weights.ndim == 1:
-            return weights.reshape(-1, *draws, *(1,) * event_dim)
         nodes, *data = weights.shape
         return weights.reshape(nodes, *draws, *data, *(1,) * event_dim)
 

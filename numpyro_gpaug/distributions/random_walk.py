@@ -9,14 +9,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpyro.distributions as dist
-from jax import Array, lax, random
+from jax import Array, lax
 from jax.typing import ArrayLike
 from numpyro.distributions import constraints
 from numpyro.distributions.util import validate_sample
 from scipy import sparse
 
-from numpyro_gpaug.distributions.sparse_prior import SparsePrior
+from numpyro_gpaug.distributions.sparse_prior import Field, SparsePrior
 from numpyro_gpaug.math import small
 from numpyro_gpaug.math.arrays import numbers
 from numpyro_gpaug.math.recurrences import linked_along, step_before
@@ -106,7 +105,7 @@ class Chained(NamedTuple):
         return linked_along(self.links[None], white[None, ..., None])[0, ..., 0]
 
 
-class RandomWalk2(dist.Distribution):
+class RandomWalk2(Field):
     r"""A random walk of order two at irregular points: a smooth curve that is linear
     where there are no data.
 
@@ -145,7 +144,6 @@ class RandomWalk2(dist.Distribution):
         "level": constraints.positive,
         "slope": constraints.positive,
     }
-    support = constraints.real_vector
     reparametrized_params = ["scale", "level", "slope"]
     pytree_aux_fields = ("steps",)
 
@@ -161,12 +159,11 @@ class RandomWalk2(dist.Distribution):
         self.steps = _steps(points)
         found = numbers(scale=scale, level=level, slope=slope)
         self.scale, self.level, self.slope = found
-        size = len(self.steps.between) + 1
-        super().__init__((), (size,), validate_args=validate_args)
+        shape = (len(self.steps.between) + 1,)
+        super().__init__((), shape, validate_args=validate_args)
 
     def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
-        shape = (*sample_shape, *self.event_shape)
-        return self.walked(random.normal(key, shape, self.scale.dtype))
+        return self.walked(self.white(key, sample_shape))
 
     def walked(self, noise: Array) -> Array:
         """Return the curve of independent standard normal numbers, (..., n)."""
@@ -233,14 +230,9 @@ class RandomWalk2(dist.Distribution):
         return -0.5 * (squares + constant) - jnp.log(self._spreads).sum()
 
     @property
-    def mean(self) -> Array:
-        return jnp.zeros(self.event_shape, self.scale.dtype)
-
-    @property
     def variance(self) -> Array:
-        between = jnp.asarray(self.steps.between, self.scale.dtype)
         # The value at point i is the first value plus reaches[j, i] times change j.
-        ends = jnp.append(0, between.cumsum())
+        ends = jnp.append(0, self._between.cumsum())
         reaches = jnp.maximum(ends - ends[:-1, None], 0)
         changes = jnp.square(self._deviations) @ jnp.square(reaches)
         return jnp.square(self.level) + changes

@@ -9,14 +9,13 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-import numpyro.distributions as dist
-from jax import Array, lax, random
+from jax import Array, lax
 from jax.typing import ArrayLike
 from numpyro.distributions import constraints
 from numpyro.distributions.util import validate_sample
 
 from numpyro_gpaug.distributions.graph import Graph, graph_of
-from numpyro_gpaug.distributions.sparse_prior import SparsePrior
+from numpyro_gpaug.distributions.sparse_prior import Field, SparsePrior
 from numpyro_gpaug.math import sparse_cholesky
 from numpyro_gpaug.math.arrays import numbers
 from numpyro_gpaug.math.linalg import precise
@@ -25,7 +24,7 @@ from numpyro_gpaug.math.sparse_pattern import Pattern
 from numpyro_gpaug.math.sparse_terms import by_columns
 
 
-class SpaceTime(dist.Distribution):
+class SpaceTime(Field):
     r"""A stationary autoregression in time of conditional autoregressions in space:
     values of areas at equally spaced times, (steps, areas).
 
@@ -97,7 +96,7 @@ class SpaceTime(dist.Distribution):
 
     @precise
     def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
-        noise = random.normal(key, (*sample_shape, *self.event_shape), self.scale.dtype)
+        noise = self.white(key, sample_shape)
         factor = sparse_cholesky.factor(self.graph.pattern, self._of_areas)
         along = jnp.moveaxis(by_columns(factor.half_solve_transposed, noise), -2, 0)
 
@@ -123,10 +122,6 @@ class SpaceTime(dist.Distribution):
         return 0.5 * (self._log_det() - constant - quadratic)
 
     @property
-    def mean(self) -> Array:
-        return jnp.zeros(self.event_shape, self.scale.dtype)
-
-    @property
     @precise
     def variance(self) -> Array:
         pattern = self.graph.pattern
@@ -142,9 +137,8 @@ class SpaceTime(dist.Distribution):
     @property
     def _of_areas(self) -> Array:
         """The entries of the precision of one step at unit scale."""
-        dtype = self.scale.dtype
         both = _entries_of(self.graph)
-        diagonal, neighbours = (jnp.asarray(x, dtype) for x in both)
+        diagonal, neighbours = (jnp.asarray(x, self.dtype) for x in both)
         return diagonal - self.correlation * neighbours
 
     def _log_det(self) -> Array:

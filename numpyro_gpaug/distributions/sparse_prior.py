@@ -19,9 +19,9 @@ field                      K  Q depends on              constraints
 weights of an ``SPDE``     1  the mesh, range           none
 =========================  =  ========================  ===========================
 
-A distribution states it by a method ``_sparse_precision()``. Independent fields of one
-distribution (axes of its ``batch_shape``) have coordinates of their own, all with the
-same Q.
+A :class:`Field` states it by a method ``_sparse_precision()``. Independent fields of
+one distribution (axes of its ``batch_shape``) have coordinates of their own, all with
+the same Q.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
-from jax import Array
+from jax import Array, random
+from numpyro.distributions import constraints
 from scipy import sparse
 
 from numpyro_gpaug.math import sparse_cholesky
@@ -93,6 +94,28 @@ class SparsePrior(NamedTuple):
         )
 
 
+class Field(dist.Distribution):
+    """A Gaussian Markov random field: of mean zero, unless a class states another."""
+
+    support: Any = constraints.real_vector
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of the values."""
+        return getattr(self, self.reparametrized_params[0]).dtype
+
+    @property
+    def mean(self) -> Array:
+        return jnp.zeros(self.shape(), self.dtype)
+
+    def white(self, key: Array, sample_shape: tuple[int, ...]) -> Array:
+        """Return standard normal numbers in the shape of draws."""
+        return random.normal(key, sample_shape + self.shape(), self.dtype)
+
+    def _sparse_precision(self) -> SparsePrior:
+        raise NotImplementedError
+
+
 def sparse_prior(fn: dist.Distribution) -> SparsePrior | None:
     """Return the sparse form of a distribution, or ``None`` if it has none.
 
@@ -108,15 +131,13 @@ def sparse_prior(fn: dist.Distribution) -> SparsePrior | None:
     """
     if isinstance(fn, dist.CAR):
         return _of_car(fn)
-    stated = getattr(fn, "_sparse_precision", None)
-    return None if stated is None else stated()
+    return fn._sparse_precision() if isinstance(fn, Field) else None
 
 
 def _of_car(fn: dist.CAR) -> SparsePrior | None:
     adjacency: Any = fn.adj_matrix
-    if isinstance(adjacency, jax.core.Tracer) or np.ndim(adjacency) != 2:
-        return None
-    if np.ndim(fn.correlation):
+    known = np.ndim(adjacency) == 2 and not isinstance(adjacency, jax.core.Tracer)
+    if not known or np.ndim(fn.correlation):
         return None
     neighbours = sparse.csr_array(adjacency)
     degrees = sparse.diags_array(np.asarray(neighbours.sum(1), float).ravel())

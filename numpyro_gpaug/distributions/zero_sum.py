@@ -15,7 +15,22 @@ from numpyro.distributions.transforms import Transform
 from numpyro_gpaug.distributions.graph import Graph
 
 
-class ZeroSumByComponent(constraints.Constraint):
+class _OfGraph:
+    """A constraint or transform that is equal to those of equal graphs."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+
+    def eq(self, other: object, *, static: bool = False) -> bool:
+        """Whether ``other`` is of the same kind, and its graph equal."""
+        return isinstance(other, type(self)) and self.graph == other.graph
+
+    def tree_flatten(self) -> tuple[tuple[()], Any]:
+        """Return no leaves."""
+        return (), ((), {"graph": self.graph})
+
+
+class ZeroSumByComponent(_OfGraph, constraints.Constraint):
     """Vectors over the nodes of a graph that sum to zero over each component with
     edges. Islands are free.
 
@@ -23,9 +38,6 @@ class ZeroSumByComponent(constraints.Constraint):
     """
 
     event_dim = 1
-
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
 
     def __call__(self, x: Array) -> Array:
         """Whether ``x`` sums to zero, up to rounding."""
@@ -40,19 +52,11 @@ class ZeroSumByComponent(constraints.Constraint):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.graph})"
 
-    def eq(self, other: object, *, static: bool = False) -> bool:
-        """Whether ``other`` is the constraint of an equal graph."""
-        return isinstance(other, ZeroSumByComponent) and self.graph == other.graph
-
     def feasible_like(self, prototype: Array) -> Array:
         return jnp.zeros_like(prototype)
 
-    def tree_flatten(self) -> tuple[tuple[()], Any]:
-        """Return no leaves."""
-        return (), ((), {"graph": self.graph})
 
-
-class ZeroSumByComponentTransform(Transform):
+class ZeroSumByComponentTransform(_OfGraph, Transform):
     """NumPyro's ``ZeroSumTransform`` on each component of a graph: an isometry from the
     entries of all nodes but the last of each component, in their order.
 
@@ -60,9 +64,6 @@ class ZeroSumByComponentTransform(Transform):
     """
 
     domain = constraints.real_vector
-
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
 
     @property
     def codomain(self) -> constraints.Constraint:
@@ -101,16 +102,6 @@ class ZeroSumByComponentTransform(Transform):
 
     def inverse_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return (*shape[:-1], self.graph.rank)
-
-    def tree_flatten(self) -> tuple[tuple[()], Any]:
-        """Return no leaves."""
-        return (), ((), {"graph": self.graph})
-
-    def eq(self, other: object, *, static: bool = False) -> bool:
-        """Whether ``other`` is the transform of an equal graph."""
-        if not isinstance(other, ZeroSumByComponentTransform):
-            return False
-        return self.graph == other.graph
 
 
 @biject_to.register(ZeroSumByComponent)

@@ -53,33 +53,6 @@ def _log_tilt_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
     return log_tilt(mean, variance), slope
 
 
-def _both_signs(one_side: Array, mean: Array, ups: Array, downs: Array) -> Array:
-    """Return ``ups * F(m) + downs * F(-m)`` from ``F(|m|)``, given
-    ``F(-m) = F(m) - m``."""
-    # Not min(m, 0) and max(m, 0), whose slopes at zero are those of one side only.
-    size = jnp.abs(mean)
-    lift = 0.5 * (ups * (mean - size) - downs * (mean + size))
-    return (ups + downs) * one_side + lift
-
-
-def expected_log_odds(mean: Array, variance: Array, ups: Array, downs: Array) -> Array:
-    """Return ``E [ups log sigmoid(f) + downs log sigmoid(-f)]`` for
-    ``f ~ N(mean, variance)``.
-
-    :param mean: means, any shape.
-    :param variance: variances, of that shape.
-    :param ups: successes, of that shape.
-    :param downs: failures, of that shape.
-    """
-    return _both_signs(expected_log_sigmoid(jnp.abs(mean), variance), mean, ups, downs)
-
-
-def tilted_log_odds(mean: Array, variance: Array, ups: Array, downs: Array) -> Array:
-    """Return the Polya-Gamma lower bound of :func:`expected_log_odds`, with the same
-    parameters."""
-    return _both_signs(log_tilt(jnp.abs(mean), variance), mean, ups, downs)
-
-
 class LogOdds(Augmentation):
     """Densities ``C sigmoid(f)^ups sigmoid(-f)^downs``: Polya-Gamma augmentation."""
 
@@ -94,18 +67,23 @@ class LogOdds(Augmentation):
         """Return ``log C``."""
 
     def bound(self, d, y, means: Parameters, variances: Parameters) -> Array:
-        return self._with_coefficient(tilted_log_odds, d, y, means, variances)
-
-    def expected_log_prob(
-        self, d: Any, y: Array, means: Parameters, variances: Parameters
-    ) -> Array:
-        """Return the expected log-density."""
-        return self._with_coefficient(expected_log_odds, d, y, means, variances)
-
-    def _with_coefficient(self, log_odds, d, y, means, variances) -> Array:
         m, v = means["logits"], variances["logits"]
-        counts = self.counts(d, y, m)
-        return self.log_coefficient(*counts) + log_odds(m, v, *counts)
+        return self.with_coefficient(log_tilt, d, y, m, v)
+
+    def expected_log_prob(self, d: Any, y: Array, m: Array, v: Array) -> Array:
+        """Return the expected log-density."""
+        return self.with_coefficient(expected_log_sigmoid, d, y, m, v)
+
+    def with_coefficient(
+        self, log_sigmoid: Any, d: Any, y: Array, m: Array, v: Array
+    ) -> Array:
+        """Return the log-density with a value or bound of ``E log sigmoid(f)``."""
+        ups, downs = self.counts(d, y, m)
+        # Not min(m, 0) and max(m, 0), whose slopes at zero are those of one side only.
+        size = jnp.abs(m)
+        lift = 0.5 * (ups * (m - size) - downs * (m + size))
+        odds = (ups + downs) * log_sigmoid(size, v) + lift
+        return self.log_coefficient(ups, downs) + odds
 
     def natural(self, d, y, aux, f: Parameters) -> dict[str, tuple[Array, Array]]:
         ups, downs = self.counts(d, y, aux["omega"])

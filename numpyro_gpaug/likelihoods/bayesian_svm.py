@@ -57,14 +57,13 @@ class BayesianSVM(Augmentation):
         return {"f": (label_sign(y, w) * (1 + w), w)}
 
 
-def _expected_log_prob(d, y, means: Parameters, variances: Parameters) -> Array:
-    m = means["f"]
-    return -2 * expected_ramp(1 - label_sign(y, m) * m, variances["f"])
+def _expected_log_prob(d, y, m: Array, v: Array) -> Array:
+    return -2 * expected_ramp(1 - label_sign(y, m) * m, v)
 
 
-def _predictive(d, means: Parameters, variances: Parameters) -> dist.Distribution:
+def _predictive(d, m: Array, v: Array) -> dist.Distribution:
     rule = probit if d.predictive == "probit" else expected_ratio
-    return dist.BernoulliProbs(rule(means["f"], variances["f"]))
+    return dist.BernoulliProbs(rule(m, v))
 
 
 register(

@@ -40,13 +40,12 @@ class BernoulliLogits(Augmentation):
         return {"logits": (0.5 * label_sign(y, omega), omega)}
 
 
-def _expected_log_prob(d, y, means: Parameters, variances: Parameters) -> Array:
-    m = means["logits"]
-    return expected_log_sigmoid(label_sign(y, m) * m, variances["logits"])
+def _expected_log_prob(d, y, m: Array, v: Array) -> Array:
+    return expected_log_sigmoid(label_sign(y, m) * m, v)
 
 
-def _predictive(d, means: Parameters, variances: Parameters) -> dist.Distribution:
-    return dist.BernoulliProbs(expected_sigmoid(means["logits"], variances["logits"]))
+def _predictive(d, m: Array, v: Array) -> dist.Distribution:
+    return dist.BernoulliProbs(expected_sigmoid(m, v))
 
 
 register(

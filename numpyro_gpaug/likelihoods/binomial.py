@@ -77,8 +77,7 @@ class BinomialMixture(CountMixture):
         return jnp.where(y < other, below, 1)
 
 
-def _predictive(d, means: Parameters, variances: Parameters) -> dist.Distribution:
-    m, v = means["logits"], variances["logits"]
+def _predictive(d, m: Array, v: Array) -> dist.Distribution:
     n = jnp.asarray(d.total_count, m.dtype)
     p, spread = sigmoid_moments(m, v)
     variance = n * p * (1 - p) + n * (n - 1) * spread

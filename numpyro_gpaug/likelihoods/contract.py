@@ -16,7 +16,7 @@ augmented. In the heights of a piecewise link the bound is quadratic, or a sum o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
@@ -152,8 +152,8 @@ def register_augmentation(cls: type[Distribution], augmentation: Augmentation) -
 def lookup_augmentation(cls: type[Distribution]) -> Augmentation | None:
     """Return the registered augmentation of a class or its nearest base, or
     ``None``."""
-    found = (_AUGMENTATIONS.get(base) for base in cls.__mro__)
-    return next((each for each in found if each is not None), None)
+    known = (_AUGMENTATIONS[b] for b in cls.__mro__ if b in _AUGMENTATIONS)
+    return next(known, None)
 
 
 class MStep(NamedTuple):
@@ -173,32 +173,10 @@ class MStep(NamedTuple):
 _M_STEPS: dict[tuple[type[Distribution], str], MStep] = {}
 
 
-def register_m_step(cls: type[Distribution], parameter: str, step: MStep) -> None:
-    """Register a closed-form maximiser.
-
-    :param cls: the likelihood, with its subclasses.
-    :param parameter: the name of its parameter.
-    :param step: the maximiser.
-    """
-    _M_STEPS[cls, parameter] = step
-
-
 def lookup_m_step(cls: type[Distribution], parameter: str) -> MStep | None:
     """Return the maximiser registered for a class or its nearest base, or ``None``."""
-    found = (_M_STEPS.get((base, parameter)) for base in cls.__mro__)
-    return next((step for step in found if step is not None), None)
-
-
-def power_maximiser(p: int) -> Callable[[Array, Array, Array], Array]:
-    """Return the maximiser of a bound ``-n log(value) - S value^-p``.
-
-    :param p: the power.
-    """
-
-    def maximiser(value: Array, slope: Array, n: Array) -> Array:
-        return value * (1 + value * slope / n) ** (1 / p)
-
-    return maximiser
+    keys = ((base, parameter) for base in cls.__mro__)
+    return next((_M_STEPS[key] for key in keys if key in _M_STEPS), None)
 
 
 def count_data(d: Any, y: Array, means: Parameters, variances: Parameters) -> Array:
@@ -233,36 +211,38 @@ def register(
     predictive: Callable[..., Distribution],
     augmentation: Augmentation | None = None,
     *,
-    log_concave: bool = False,
-    competing: bool = False,
-    **m_steps: MStep,
+    m_steps: Mapping[str, MStep] = {},
+    **known: Any,
 ) -> None:
     """Register a likelihood: see :func:`register_expectation`.
 
     :param cls: the distribution of the observation.
     :param latents: its parameters that depend on latents.
-    :param expected_log_prob: the expected log-density.
-    :param predictive: the predictive distribution.
+    :param expected_log_prob: the expected log-density, a function of ``d``, ``y``, and
+        the mean and the variance of each latent.
+    :param predictive: the predictive distribution, a function of the same without
+        ``y``.
     :param augmentation: an augmentation for :func:`register_augmentation`, if any.
-    :param log_concave: whether it is log-concave in its latents.
-    :param competing: whether it is a softmax of its last axis.
-    :param m_steps: maximisers for :func:`register_m_step`, by parameter.
+    :param m_steps: closed-form maximisers, by parameter.
+    :param known: ``log_concave`` and ``competing`` of :func:`register_expectation`.
     """
-    register_expectation(
-        cls, latents, expected_log_prob, predictive, log_concave=log_concave,
-        competing=competing,
-    )  # fmt: skip
+
+    def of_moments(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *given: function(*given[:-2], *moments(latents, *given[-2:]))
+
+    both = of_moments(expected_log_prob), of_moments(predictive)
+    register_expectation(cls, latents, *both, **known)
     if augmentation is not None:
         register_augmentation(cls, augmentation)
-    for parameter, step in m_steps.items():
-        register_m_step(cls, parameter, step)
+    _M_STEPS.update({(cls, parameter): step for parameter, step in m_steps.items()})
 
 
 def power(p: int, statistic: Callable[..., Array] = count_data) -> MStep:
-    """Describe a parameter that enters the log-likelihood as a power: see
-    :func:`power_maximiser`.
+    """Describe a parameter whose bound is ``-n log(value) - S value^-p``.
 
     :param p: the power.
-    :param statistic: by default the number of data.
+    :param statistic: n, by default the number of data.
     """
-    return MStep(statistic, power_maximiser(p))
+    return MStep(
+        statistic, lambda value, slope, n: value * (1 + value * slope / n) ** (1 / p)
+    )

@@ -10,6 +10,8 @@ inference of sigmoidal Gaussian Cox processes.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpyro.distributions as dist
@@ -22,7 +24,15 @@ from numpyro_gpaug.math.logistic import expected_log_sigmoid, expected_sigmoid
 from numpyro_gpaug.math.normal import LOG_2PI
 
 from ._logistic import log_tilt
-from .contract import Augmentation, Conditionals, Parameters, moments, power, register
+from .contract import (
+    Augmentation,
+    Conditionals,
+    Parameters,
+    count_data,
+    moments,
+    power,
+    register,
+)
 
 _LATENTS = ("loc", "precision_logits")
 
@@ -76,8 +86,7 @@ class HeteroscedasticNormal(Augmentation):
         return (("loc",), ("aux",), ("precision_logits",))
 
 
-def _expected_log_prob(d, y, means: Parameters, variances: Parameters) -> Array:
-    m, v, mg, vg = moments(_LATENTS, means, variances)
+def _expected_log_prob(d, y, m: Array, v: Array, mg: Array, vg: Array) -> Array:
     top = jnp.asarray(d.max_precision, m.dtype)
     half_square = 0.5 * (jnp.square(y - m) + v)
     precision = top * expected_sigmoid(mg, vg)
@@ -95,17 +104,15 @@ class _Predictive(NoiseMixture):
         return v + (1 + jnp.exp(0.5 * vg - mg)) * jnp.exp(-log_top)
 
 
-def _predictive(d, means: Parameters, variances: Parameters) -> dist.Distribution:
-    m, v, mg, vg = moments(_LATENTS, means, variances)
+def _predictive(d, m: Array, v: Array, mg: Array, vg: Array) -> dist.Distribution:
     return _Predictive(m, v, mg, vg, jnp.log(jnp.asarray(d.max_precision, m.dtype)))
 
 
-def _half(d, y: Array, means: Parameters, variances: Parameters) -> Array:
-    shape = jnp.broadcast_shapes(jnp.shape(y), d.batch_shape)
-    return jnp.full(shape, -0.5, means["loc"].dtype)
+def _half(*given: Any) -> Array:
+    return -0.5 * count_data(*given)
 
 
 register(
     Likelihood, _LATENTS, _expected_log_prob, _predictive, HeteroscedasticNormal(),
-    max_precision=power(-1, _half),
+    m_steps={"max_precision": power(-1, _half)},
 )  # fmt: skip

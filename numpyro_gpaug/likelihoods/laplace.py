@@ -47,17 +47,16 @@ class Laplace(Augmentation):
         return {"loc": (y * aux["precision"], aux["precision"])}
 
 
-def _expected_log_prob(d, y, means: Parameters, variances: Parameters) -> Array:
-    m, v = means["loc"], variances["loc"]
+def _expected_log_prob(d, y, m: Array, v: Array) -> Array:
     scale = jnp.asarray(d.scale, m.dtype)
     return -jnp.log(2 * scale) - expected_absolute(y - m, v) / scale
 
 
-def _predictive(d, means: Parameters, variances: Parameters) -> dist.Distribution:
-    return NormalLaplace(means["loc"], variances["loc"], d.scale)
+def _predictive(d, m: Array, v: Array) -> dist.Distribution:
+    return NormalLaplace(m, v, d.scale)
 
 
 register(
     dist.Laplace, ("loc",), _expected_log_prob, _predictive, Laplace(),
-    log_concave=True, scale=power(1),
+    log_concave=True, m_steps={"scale": power(1)},
 )  # fmt: skip

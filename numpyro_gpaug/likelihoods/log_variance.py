@@ -11,13 +11,10 @@ from numpyro_gpaug.distributions.heteroscedastic_normal import LogVarianceNormal
 from numpyro_gpaug.distributions.mixtures import NoiseMixture
 from numpyro_gpaug.math.normal import LOG_2PI
 
-from .contract import Parameters, moments, register
-
-LATENTS = ("loc", "log_variance")
+from .contract import register
 
 
-def _expected_log_prob(d, y, means: Parameters, variances: Parameters) -> Array:
-    m, v, mg, vg = moments(LATENTS, means, variances)
+def _expected_log_prob(d, y, m: Array, v: Array, mg: Array, vg: Array) -> Array:
     square = (jnp.square(y - m) + v) * jnp.exp(0.5 * vg - mg)
     return -0.5 * (mg + square + LOG_2PI)
 
@@ -32,9 +29,8 @@ class _Predictive(NoiseMixture):
         return v + jnp.exp(mg + 0.5 * vg)
 
 
-def _predictive(d, means: Parameters, variances: Parameters) -> dist.Distribution:
-    m, v, mg, vg = moments(LATENTS, means, variances)
+def _predictive(d, m: Array, v: Array, mg: Array, vg: Array) -> dist.Distribution:
     return _Predictive(m, v, mg, vg, jnp.zeros_like(m))
 
 
-register(LogVarianceNormal, LATENTS, _expected_log_prob, _predictive)
+register(LogVarianceNormal, ("loc", "log_variance"), _expected_log_prob, _predictive)

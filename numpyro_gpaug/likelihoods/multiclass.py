@@ -10,6 +10,8 @@ has no augmentation.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpyro.distributions as dist
@@ -124,11 +126,6 @@ def _one_hot(y: Array, like: Array) -> Array:
     return jax.nn.one_hot(y, like.shape[-1], dtype=like.dtype)
 
 
-def _softmax_expectation(d, y, means: Parameters, variances: Parameters) -> Array:
-    m, v = means["logits"], variances["logits"]
-    return chosen_class(m, y) - expected_log_sum(EXPONENTIAL, m, v)
-
-
 def _classes(shares: Array, least: Array) -> dist.Distribution:
     """Return a distribution of classes with given probabilities. Where a probability is
     below rounding, its logarithm is at least the lower bound ``least``, from Jensen's
@@ -139,63 +136,42 @@ def _classes(shares: Array, least: Array) -> dist.Distribution:
     )
 
 
-def _softmax_predictive(d, means: Parameters, variances: Parameters):
-    m, v = means["logits"], variances["logits"]
-    least = m - jax.nn.logsumexp(m + 0.5 * v, -1, keepdims=True)
-    return _classes(expected_shares(EXPONENTIAL, m, v), least)
-
-
-def _logistic_expectation(d, y, means: Parameters, variances: Parameters) -> Array:
-    m, v = means["logits"], variances["logits"]
+def _logistic_expectation(d, y, m: Array, v: Array) -> Array:
     own = expected_log_sigmoid(chosen_class(m, y), chosen_class(v, y))
     return own - expected_log_sum(LOGISTIC, m, v)
 
 
-def _logistic_predictive(d, means: Parameters, variances: Parameters):
-    m, v = means["logits"], variances["logits"]
+def _logistic_predictive(d, m: Array, v: Array) -> dist.Distribution:
     most = jnp.minimum(m + 0.5 * v, 0)
     least = expected_log_sigmoid(m, v) - jax.nn.logsumexp(most, -1, keepdims=True)
     return _classes(expected_shares(LOGISTIC, m, v), least)
 
 
-def _correlated_softmax(
-    d, y, mean: Array, variance: Array, covariance: Array, num: int
-) -> Array:
-    normaliser = expected_log_sum_exp(mean, variance, covariance, num)
+def _label_density(d, y, mean: Array, normaliser: Array) -> Array:
     return chosen_class(mean, y) - normaliser
 
 
-def _correlated_predictive(d, mean: Array, variance: Array, covariance: Array):
-    least = mean - jax.nn.logsumexp(mean + 0.5 * variance, -1, keepdims=True)
-    return _classes(expected_softmax(mean, variance, covariance), least)
+def _label_predictive(d, *at: Any) -> dist.Distribution:
+    least = at[0] - jax.nn.logsumexp(at[0] + 0.5 * at[1], -1, keepdims=True)
+    independent = len(at) == 2
+    shares = expected_shares(EXPONENTIAL, *at) if independent else expected_softmax(*at)
+    return _classes(shares, least)
 
 
-def _correlated_counts(
-    d, y, mean: Array, variance: Array, covariance: Array, num: int
-) -> Array:
-    return _counted(d, y, mean, expected_log_sum_exp(mean, variance, covariance, num))
-
-
-def _counts_expectation(d, y, means: Parameters, variances: Parameters) -> Array:
-    m, v = means["logits"], variances["logits"]
-    return _counted(d, y, m, expected_log_sum(EXPONENTIAL, m, v))
-
-
-def _counted(d, y, mean: Array, normaliser: Array) -> Array:
+def _count_density(d, y, mean: Array, normaliser: Array) -> Array:
     counts, total = (jnp.asarray(x, mean.dtype) for x in (y, d.total_count))
     ways = gammaln(total + 1) - gammaln(counts + 1).sum(-1)
     return (counts * mean).sum(-1) - total * normaliser + ways
 
 
-def _counts_predictive(d, means: Parameters, variances: Parameters):
-    m, v = means["logits"], variances["logits"]
-    pairs = len(pair_places(m.shape[-1])[0])
-    independent = jnp.zeros((*m.shape[:-1], pairs), m.dtype)
-    return _correlated_counts_predictive(traceable(d), m, v, independent)
-
-
-def _correlated_counts_predictive(d, mean: Array, variance: Array, covariance: Array):
-    logits = nodes_of(mean, variance, covariance)
+def _count_predictive(d, mean: Array, variance: Array, *covariance: Array):
+    if not covariance:
+        pairs = len(pair_places(mean.shape[-1])[0])
+        d, covariance = (
+            traceable(d),
+            (jnp.zeros((*mean.shape[:-1], pairs), mean.dtype),),
+        )
+    logits = nodes_of(mean, variance, *covariance)
     weights = jnp.full(len(logits), 1 / len(logits), mean.dtype)
     leaves, treedef = jax.tree.flatten(Ordered(d))
     varies = tuple(x is d.logits for x in leaves)
@@ -205,22 +181,28 @@ def _correlated_counts_predictive(d, mean: Array, variance: Array, covariance: A
     )
 
 
-register_correlated(
-    dist.MultinomialLogits,
-    CorrelatedExpectation("logits", _correlated_counts, _correlated_counts_predictive),
-)
-register(
-    dist.MultinomialLogits, ("logits",), _counts_expectation, _counts_predictive,
-    competing=True,
-)  # fmt: skip
-register_correlated(
-    dist.CategoricalLogits,
-    CorrelatedExpectation("logits", _correlated_softmax, _correlated_predictive),
-)
-register(
-    dist.CategoricalLogits, ("logits",), _softmax_expectation, _softmax_predictive,
-    competing=True,
-)  # fmt: skip
+def _register_softmax(likelihood: Any, density: Any, predictive: Any) -> None:
+    """Register a likelihood that depends on the normaliser of a softmax.
+
+    :param likelihood: its class.
+    :param density: a function of ``(d, y, mean, E log sum exp)``.
+    :param predictive: a function of ``d`` and the mean and variance, or the mean,
+        variance and covariances.
+    """
+
+    def independent(d, y, m: Array, v: Array) -> Array:
+        return density(d, y, m, expected_log_sum(EXPONENTIAL, m, v))
+
+    def correlated(d, y, mean: Array, *others: Any) -> Array:
+        return density(d, y, mean, expected_log_sum_exp(mean, *others))
+
+    expectation = CorrelatedExpectation("logits", correlated, predictive)
+    register_correlated(likelihood, expectation)
+    register(likelihood, ("logits",), independent, predictive, competing=True)
+
+
+_register_softmax(dist.MultinomialLogits, _count_density, _count_predictive)
+_register_softmax(dist.CategoricalLogits, _label_density, _label_predictive)
 for likelihood, augmentation in (
     (distributions.LogisticSoftmax, LogisticSoftmax()),
     (distributions.LogisticSoftmaxMeanField, LogisticSoftmaxMeanField()),

@@ -61,8 +61,7 @@ class NegativeBinomialMixture(CountMixture):
         return betainc(other, y + 1, sigmoid(-logits), sigmoid(logits))
 
 
-def _predictive(d, means: Parameters, variances: Parameters) -> dist.Distribution:
-    m, v = means["logits"], variances["logits"]
+def _predictive(d, m: Array, v: Array) -> dist.Distribution:
     total = jnp.asarray(d.total_count, m.dtype)
     # The rate is log-normal.
     odds = jnp.exp(m + 0.5 * v)

@@ -10,13 +10,12 @@ from jax import Array
 from .contract import Augmentation, Conditionals, Parameters, power, register
 
 
-def _expected_log_prob(d, y, means: Parameters, variances: Parameters) -> Array:
-    density = dist.Normal(means["loc"], d.scale).log_prob(y)
-    return density - 0.5 * variances["loc"] / jnp.square(d.scale)
+def _expected_log_prob(d, y, m: Array, v: Array) -> Array:
+    return dist.Normal(m, d.scale).log_prob(y) - 0.5 * v / jnp.square(d.scale)
 
 
-def _predictive(d, means: Parameters, variances: Parameters) -> dist.Distribution:
-    return dist.Normal(means["loc"], jnp.sqrt(variances["loc"] + jnp.square(d.scale)))
+def _predictive(d, m: Array, v: Array) -> dist.Distribution:
+    return dist.Normal(m, jnp.sqrt(v + jnp.square(d.scale)))
 
 
 class Normal(Augmentation):
@@ -26,7 +25,7 @@ class Normal(Augmentation):
     latents = ("loc",)
 
     def bound(self, d, y, means: Parameters, variances: Parameters) -> Array:
-        return _expected_log_prob(d, y, means, variances)
+        return _expected_log_prob(d, y, means["loc"], variances["loc"])
 
     def conditional(self, d, y, f: Parameters) -> Conditionals:
         return {}
@@ -39,5 +38,5 @@ class Normal(Augmentation):
 
 register(
     dist.Normal, ("loc",), _expected_log_prob, _predictive, Normal(),
-    log_concave=True, scale=power(2),
+    log_concave=True, m_steps={"scale": power(2)},
 )  # fmt: skip

@@ -46,21 +46,19 @@ class LogisticNormalizer(Augmentation):
         return {"logits": (-0.5 * jnp.asarray(aux["n"], omega.dtype), omega)}
 
 
-def _expected_log_prob(d, y, means: Parameters, variances: Parameters) -> Array:
-    expected = expected_sigmoid(means["logits"], variances["logits"])
-    return d.constant - d.rate * expected.sum(-1)
+def _expected_log_prob(d, y, m: Array, v: Array) -> Array:
+    return d.constant - d.rate * expected_sigmoid(m, v).sum(-1)
 
 
-def _predictive(d, means: Parameters, variances: Parameters):
+def _predictive(d, m: Array, v: Array):
     raise NotImplementedError(
         f"{type(d).__name__} has no observations to predict: predict the latents "
         "and pass them to LogisticSoftmax"
     )
 
 
-def _sampled(d, y, means: Parameters, variances: Parameters) -> Array:
-    moments = means["logits"], variances["logits"]
-    return d.bound(expected_log_sigmoid(*moments), expected_sigmoid(*moments), y)
+def _sampled(d, y, m: Array, v: Array) -> Array:
+    return d.bound(expected_log_sigmoid(m, v), expected_sigmoid(m, v), y)
 
 
 register(SampledLogisticSoftmax, ("logits",), _sampled, _predictive)

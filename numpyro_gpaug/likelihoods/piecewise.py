@@ -18,60 +18,50 @@ from numpyro_gpaug.distributions.mixtures import NodeMixture
 from .contract import MStep, Parameters, power, register
 
 
-def _expected(d: Linked, y, means: Parameters, variances: Parameters) -> Array:
+def _expected(d: Linked, y, m: Array, v: Array) -> Array:
     components = d.components(jnp.broadcast_shapes(d.batch_shape, jnp.shape(y)))
-    log_density = components.log_prob(jnp.asarray(y)[..., None])
-    return d.expectation(log_density, means["f"], variances["f"])
+    return d.expectation(components.log_prob(jnp.asarray(y)[..., None]), m, v)
 
 
-def _mixture(
-    d: Linked, component: dist.Distribution, means: Parameters, variances: Parameters
-) -> NodeMixture:
+def _mixture(d: Linked, component: dist.Distribution, m: Array, v: Array):
     """Return the mixture over cells with its exact moments."""
-    p = d.cell_probabilities(means["f"], variances["f"])
+    p = d.cell_probabilities(m, v)
     mean = (p * component.mean).sum(-1)
     # A sum of squares, not a difference of moments.
     spread = jnp.square(component.mean - mean[..., None])
     variance = (p * (component.variance + spread)).sum(-1)
-    log_p = d.log_cell_probabilities(means["f"], variances["f"])
-    return NodeMixture(log_p, component, mean, variance)
+    return NodeMixture(d.log_cell_probabilities(m, v), component, mean, variance)
 
 
-def _predictive(d: Linked, means: Parameters, variances: Parameters) -> NodeMixture:
-    return _mixture(d, d.components(), means, variances)
+def _predictive(d: Linked, m: Array, v: Array) -> NodeMixture:
+    return _mixture(d, d.components(), m, v)
 
 
-def _bernoulli_predictive(d, means: Parameters, variances: Parameters):
-    return dist.Bernoulli(probs=d.links()[0].expected_value(means["f"], variances["f"]))
+def _bernoulli_predictive(d, m: Array, v: Array) -> dist.Distribution:
+    return dist.Bernoulli(probs=d.links()[0].expected_value(m, v))
 
 
-def _expected_normal(d, y, means: Parameters, variances: Parameters) -> Array:
-    f, heights = means["f"], means["heights"]
-    scale = jnp.broadcast_to(jnp.asarray(d.scale, f.dtype), d.batch_shape)[..., None]
+def _expected_normal(d, y, m: Array, v: Array, heights: Array, spread: Array) -> Array:
+    scale = jnp.broadcast_to(jnp.asarray(d.scale, m.dtype), d.batch_shape)[..., None]
     log_density = dist.Normal(heights, scale).log_prob(jnp.asarray(y)[..., None])
-    loss = 0.5 * variances["heights"] / jnp.square(scale)
-    return d.expectation(log_density - loss, f, variances["f"])
+    return d.expectation(log_density - 0.5 * spread / jnp.square(scale), m, v)
 
 
-def _normal_predictive(d, means: Parameters, variances: Parameters) -> NodeMixture:
-    heights, spread = means["heights"], variances["heights"]
+def _normal_predictive(d, m: Array, v: Array, heights: Array, spread: Array):
     scale = jnp.broadcast_to(jnp.asarray(d.scale, heights.dtype), d.batch_shape)
     noise = jnp.sqrt(jnp.square(scale)[..., None] + spread)
-    return _mixture(d, _normals(d, heights, noise), means, variances)
+    return _mixture(d, _normals(d, heights, noise), m, v)
 
 
-def _expected_heteroscedastic(d, y, means: Parameters, variances: Parameters) -> Array:
-    loc, spread = (x["loc"][..., None] for x in (means, variances))
-    noise = jnp.sqrt(d.heights)
-    log_density = dist.Normal(loc, noise).log_prob(jnp.asarray(y)[..., None])
-    loss = 0.5 * spread / d.heights
-    return d.expectation(log_density - loss, means["f"], variances["f"])
+def _expected_heteroscedastic(d, y, loc: Array, spread: Array, m: Array, v: Array):
+    components = dist.Normal(loc[..., None], jnp.sqrt(d.heights))
+    log_density = components.log_prob(jnp.asarray(y)[..., None])
+    return d.expectation(log_density - 0.5 * spread[..., None] / d.heights, m, v)
 
 
-def _heteroscedastic_predictive(d, means: Parameters, variances: Parameters):
-    loc, spread = (x["loc"][..., None] for x in (means, variances))
-    components = _normals(d, loc, jnp.sqrt(spread + d.heights))
-    return _mixture(d, components, means, variances)
+def _heteroscedastic_predictive(d, loc: Array, spread: Array, m: Array, v: Array):
+    noise = jnp.sqrt(spread[..., None] + d.heights)
+    return _mixture(d, _normals(d, loc[..., None], noise), m, v)
 
 
 def _normals(d: Linked, loc: Array, scale: Array) -> dist.Normal:
@@ -105,11 +95,11 @@ def _bernoulli(value: Array, slope: Array, mass: Array) -> Array:
 register(Linked, ("f",), _expected, _predictive)
 register(
     PiecewiseBernoulli, ("f",), _expected, _bernoulli_predictive,
-    heights=MStep(_cells, _bernoulli),
+    m_steps={"heights": MStep(_cells, _bernoulli)},
 )  # fmt: skip
 register(
     PiecewiseNormal, ("f", "heights"), _expected_normal, _normal_predictive,
-    scale=power(2), heights=MStep(_cell_precisions, _newton),
+    m_steps={"scale": power(2), "heights": MStep(_cell_precisions, _newton)},
 )  # fmt: skip
 register(
     PiecewiseHeteroscedasticNormal, ("loc", "f"), _expected_heteroscedastic,

@@ -61,8 +61,7 @@ class LogisticPoisson(Augmentation):
         return {"logits": (0.5 * (y - n), omega)}
 
 
-def _expected_log_prob(d, y, means: Parameters, variances: Parameters) -> Array:
-    m, v = means["logits"], variances["logits"]
+def _expected_log_prob(d, y, m: Array, v: Array) -> Array:
     y, rate, constant = _constant(d, y, m)
     return constant + y * expected_log_sigmoid(m, v) - rate * expected_sigmoid(m, v)
 
@@ -86,8 +85,7 @@ class LogisticPoissonMixture(CountMixture):
         return gammaincc(y + 1, other * jax.nn.sigmoid(logits))
 
 
-def _predictive(d, means: Parameters, variances: Parameters) -> dist.Distribution:
-    m, v = means["logits"], variances["logits"]
+def _predictive(d, m: Array, v: Array) -> dist.Distribution:
     rate = jnp.asarray(d.max_rate, m.dtype)
     kept, spread = sigmoid_moments(m, v)
     variance = rate * kept + jnp.square(rate) * spread
@@ -100,5 +98,5 @@ def _counts(d, y: Array, means: Parameters, variances: Parameters) -> Array:
 
 register(
     Likelihood, ("logits",), _expected_log_prob, _predictive, LogisticPoisson(),
-    max_rate=power(-1, _counts),
+    m_steps={"max_rate": power(-1, _counts)},
 )  # fmt: skip

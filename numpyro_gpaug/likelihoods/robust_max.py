@@ -15,19 +15,17 @@ from jax import Array
 from numpyro_gpaug.distributions.robust_max import RobustMax
 from numpyro_gpaug.math.argmax import argmax_probabilities, argmax_probability
 
-from .contract import Parameters, register
+from .contract import register
 
 
-def _expected_log_prob(d, y, means: Parameters, variances: Parameters) -> Array:
+def _expected_log_prob(d, y, m: Array, v: Array) -> Array:
     right, wrong = d.log_right_wrong
-    largest = argmax_probability(means["f"], variances["f"], y)
-    return wrong + (right - wrong) * largest
+    return wrong + (right - wrong) * argmax_probability(m, v, y)
 
 
-def _predictive(d, means: Parameters, variances: Parameters) -> dist.Distribution:
+def _predictive(d, m: Array, v: Array) -> dist.Distribution:
     right, wrong = (jnp.exp(x)[..., None] for x in d.log_right_wrong)
-    largest = argmax_probabilities(means["f"], variances["f"])
-    return dist.CategoricalProbs(wrong + (right - wrong) * largest)
+    return dist.CategoricalProbs(wrong + (right - wrong) * argmax_probabilities(m, v))
 
 
 register(RobustMax, ("f",), _expected_log_prob, _predictive)

@@ -135,15 +135,14 @@ class StudentT(Augmentation):
 _AUGMENTATION = StudentT()
 
 
-def _expected_log_prob(d, y, means: Parameters, variances: Parameters) -> Array:
-    m, v = means["loc"], variances["loc"]
+def _expected_log_prob(d, y, m: Array, v: Array) -> Array:
     gap = jensen_gap(*_squares(d, y, m, v))
     df = jnp.asarray(d.df, m.dtype)
-    return _AUGMENTATION.bound(d, y, means, variances) + 0.5 * (df + 1) * gap
+    return _AUGMENTATION.bound(d, y, {"loc": m}, {"loc": v}) + 0.5 * (df + 1) * gap
 
 
-def _predictive(d, means: Parameters, variances: Parameters) -> dist.Distribution:
-    return NormalStudentT(d.df, means["loc"], variances["loc"], d.scale)
+def _predictive(d, m: Array, v: Array) -> dist.Distribution:
+    return NormalStudentT(d.df, m, v, d.scale)
 
 
 register(dist.StudentT, ("loc",), _expected_log_prob, _predictive, _AUGMENTATION)

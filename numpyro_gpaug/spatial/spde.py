@@ -3,15 +3,14 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
-import numpyro.distributions as dist
-from jax import Array, random
+from jax import Array
 from jax.typing import ArrayLike
 from numpyro.distributions import constraints
 from numpyro.distributions.util import validate_sample
@@ -19,7 +18,7 @@ from scipy import sparse
 
 from numpyro_gpaug._display import Displayed, Rows, brief
 from numpyro_gpaug.distributions.graph import entries
-from numpyro_gpaug.distributions.sparse_prior import SparsePrior
+from numpyro_gpaug.distributions.sparse_prior import Field, SparsePrior
 from numpyro_gpaug.math import sparse_cholesky
 from numpyro_gpaug.math.arrays import numbers
 from numpyro_gpaug.math.linalg import precise
@@ -60,7 +59,7 @@ def _matrices(mesh: Mesh) -> _Matrices:
     return _Matrices(once, *of_once, twice, powers)
 
 
-class MaternWeights(dist.Distribution):
+class MaternWeights(Field):
     r"""The values at the nodes of a mesh of a Matern field with unit variance and
     smoothness 1.
 
@@ -74,7 +73,6 @@ class MaternWeights(dist.Distribution):
     """
 
     arg_constraints = {"range": constraints.positive}
-    support = constraints.real_vector
     reparametrized_params = ["range"]
     pytree_aux_fields = ("mesh",)
 
@@ -87,27 +85,20 @@ class MaternWeights(dist.Distribution):
 
     @precise
     def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
-        shape = (*sample_shape, *self.event_shape)
-        noise = random.normal(key, shape, self.range.dtype)
+        noise = self.white(key, sample_shape)
         load = noise * jnp.sqrt(4 * np.pi * self._mass) * self._kappa
-        factor = sparse_cholesky.factor(self._once, self._operator)
+        factor = sparse_cholesky.factor(*self._operator)
         return by_columns(factor.solve, load)
 
     @validate_sample
     @precise
     def log_prob(self, value: Array) -> Array:
-        def product(x: Array) -> Array:
-            return sparse_cholesky.matvec(self._once, self._operator, x)
-
+        product = partial(sparse_cholesky.matvec, *self._operator)
         pulled = by_columns(product, jnp.asarray(value, self.range.dtype))
         white = jnp.square(pulled) / (4 * np.pi * self._mass)
         quadratic = white.sum(-1) / jnp.square(self._kappa)
         constant = jnp.asarray(self.mesh.size * np.log(2 * np.pi), self.range.dtype)
         return 0.5 * (self._log_det() - constant - quadratic)
-
-    @property
-    def mean(self) -> Array:
-        return jnp.zeros(self.event_shape, self.range.dtype)
 
     @property
     @precise
@@ -125,18 +116,14 @@ class MaternWeights(dist.Distribution):
         return jnp.asarray(self.mesh.elements.mass, self.range.dtype)
 
     @property
-    def _once(self) -> Pattern:
-        return _matrices(self.mesh).once
-
-    @property
-    def _operator(self) -> Array:
-        """The entries of K."""
-        dtype, matrices = self.range.dtype, _matrices(self.mesh)
-        mass, stiffness = matrices.mass.astype(dtype), matrices.stiffness.astype(dtype)
-        return jnp.square(self._kappa) * mass + stiffness
+    def _operator(self) -> tuple[Pattern, Array]:
+        """The pattern and the entries of K."""
+        once, *parts, _, _ = _matrices(self.mesh)
+        mass, stiffness = (x.astype(self.dtype) for x in parts)
+        return once, jnp.square(self._kappa) * mass + stiffness
 
     def _log_det(self) -> Array:
-        of_operator = sparse_cholesky.log_det(self._once, self._operator)
+        of_operator = sparse_cholesky.log_det(*self._operator)
         scales = jnp.log(4 * np.pi * self._mass) + 2 * jnp.log(self._kappa)
         return 2 * of_operator - scales.sum()
 
