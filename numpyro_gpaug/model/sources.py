@@ -12,20 +12,11 @@ from jax import random
 
 from numpyro_gpaug.gp.conditional import Conditional
 from numpyro_gpaug.likelihoods.expectations import base_distribution
-from numpyro_gpaug.math.equations import walked
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.columns import argument_names
-from numpyro_gpaug.model.jaxpr import (
-    ALONG,
-    Dependence,
-    Leaf,
-    axes_of,
-    by_place,
-    called_jaxpr,
-    dependences,
-    jaxpr_and_tree,
-)
+from numpyro_gpaug.model.jaxpr import ALONG, axes_of, by_place, called_jaxpr, inputs_of
 from numpyro_gpaug.model.latents import Structure
+from numpyro_gpaug.model.program import Program
 from numpyro_gpaug.model.structure import flat_functions, run_model
 
 # Operations that reduce many numbers to one or sort them.
@@ -75,8 +66,9 @@ def sources(
         fns = [base_distribution(m["fn"]) for m in observed]
         parameters = [[vars(x).get(k) for k in x.arg_constraints] for x in fns]
         # Factors are terms of the density, and may be sums over rows.
-        terms = [p for x, p in zip(fns, parameters, strict=True) if _is_factor(x)]
-        others = [p for x, p in zip(fns, parameters, strict=True) if not _is_factor(x)]
+        apart = [isinstance(x, dist.Unit) for x in fns]
+        terms = [p for p, factor in zip(parameters, apart, strict=True) if factor]
+        others = [p for p, factor in zip(parameters, apart, strict=True) if not factor]
         return (
             [m["value"] for m in observed],
             [f.gp.factor if f.gp.markov else f.marks for f in processes],
@@ -84,19 +76,15 @@ def sources(
             [[f.X for f in processes], others],
         )
 
-    named, inputs = by_place(parts, arguments)
-    closed, treedef = jaxpr_and_tree(named, inputs)
-    observed, inducing, terms, seen = dependences(closed, treedef, inputs)
-    *_, pooled = jax.tree.unflatten(
-        treedef, [Leaf(x) for x in pooled_inputs(closed, list(inputs), arguments)]
-    )
+    program = Program(*by_place(parts, arguments))
+    observed, inducing, terms, seen = program.outputs
     names = names_of_arrays(model, args, kwargs)
-    groups = []
-    for group in (observed, inducing, (terms, seen), pooled):
-        states = [leaf.state for leaf in jax.tree.leaves(group)]
-        indices = sorted({int(key) for state in states for key in state})
-        groups.append(tuple(dict.fromkeys(names[i] for i in indices)))
-    return Sources(*groups)
+    groups = (
+        *map(inputs_of, (observed, inducing, (terms, seen))),
+        _pooled(program, seen, arguments),
+    )
+    indices = (sorted(map(int, group)) for group in groups)
+    return Sources(*(tuple(dict.fromkeys(names[i] for i in x)) for x in indices))
 
 
 def names_of_arrays(
@@ -118,46 +106,25 @@ def names_of_arrays(
     return Arguments.select_arrays((args, kwargs), of_leaves)
 
 
-def _is_factor(fn: dist.Distribution) -> bool:
-    return isinstance(fn, dist.Unit)
+def _pooled(program: Program, seen: Any, arguments: Arguments) -> set[str]:
+    """Return the inputs of a program whose rows are pooled on the way to outputs.
 
-
-def pooled_inputs(
-    closed: Any, names: list[str], arguments: Arguments
-) -> list[dict[str, Dependence]]:
-    """Return, for every result of a program, the inputs whose rows it pools.
-
-    :param closed: the program.
-    :param names: names of its inputs.
+    :param program: the program.
+    :param seen: the outputs.
     :param arguments: arrays in the order of the inputs.
     """
-    rows = arguments.num_rows
-    starts = [
-        ({name} if x.ndim and len(x) == rows else set(), set[str]())
-        for name, x in zip(names, arguments.arrays, strict=True)
-    ]
-    found = _pooled(closed.jaxpr, starts, rows)
-    return [dict.fromkeys(pooled, Dependence(None, None)) for _, pooled in found]
+    rows, found = arguments.num_rows, set[str]()
+    wanted = [leaf.variable for leaf in jax.tree.leaves(seen)]
+    for eqn, operands, _ in program.between(wanted, ()):
+        if rows > 1 and _pools(eqn, rows):
+            found |= {k for x in operands for k in program.value(x).state}
+    shapes = [x.shape for x in arguments.arrays]
+    return {k for k in found if shapes[int(k)][:1] == (rows,)}
 
 
-_Reached = tuple[set[str], set[str]]
-
-
-def _pooled(jaxpr: Any, starts: list[_Reached], rows: int) -> list[_Reached]:
-    """Return the inputs that reach each result, and those pooled on the way."""
-
-    def after(eqn: Any, operands: list[_Reached]) -> list[_Reached]:
-        inner = called_jaxpr(eqn)
-        if inner is not None and len(inner.jaxpr.invars) == len(operands):
-            return _pooled(inner.jaxpr, operands, rows)
-        reach: set[str] = set().union(*(x for x, _ in operands))
-        pooled: set[str] = set().union(*(x for _, x in operands))
-        if eqn.primitive.name in _POOLING and rows > 1:
-            shape = eqn.invars[0].aval.shape
-            if shape.count(rows) == 1 and shape.index(rows) in axes_of(eqn):
-                pooled |= reach
-        return [(reach, pooled)] * len(eqn.outvars)
-
-    nothing: _Reached = set(), set()
-    constants = [nothing] * len(jaxpr.constvars)
-    return walked(jaxpr, starts, lambda x: nothing, after, constants)
+def _pools(eqn: Any, rows: int) -> bool:
+    """Whether an operation, or one that it calls, combines rows."""
+    if (inner := called_jaxpr(eqn)) is not None:
+        return any(_pools(each, rows) for each in inner.jaxpr.eqns)
+    shape = eqn.invars[0].aval.shape if eqn.primitive.name in _POOLING else ()
+    return shape.count(rows) == 1 and shape.index(rows) in axes_of(eqn)
