@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ from numpyro_gpaug.predict.predictor import Predictor, Prepared
 SMALL_BATCH = 128
 
 
+@dataclass(eq=False)
 class Calls:
     """Calls of a predictor for one fit; the factors that the first call prepares are
     passed to later ones.
@@ -34,16 +36,11 @@ class Calls:
     :param marks: a checksum of the factors of jointly Gaussian latents of the fit.
     """
 
-    def __init__(
-        self,
-        predictor: Predictor,
-        fitted: Fitted,
-        arguments: FitArguments,
-        marks: dict[str, Array],
-    ) -> None:
-        self._predictor, self._fitted = predictor, fitted
-        self._arguments, self.marks = arguments, marks
-        self._prepared: Prepared | None = None
+    _predictor: Predictor
+    _fitted: Fitted
+    _arguments: FitArguments
+    _marks: dict[str, Array]
+    _prepared: Prepared | None = None
 
     def unobserved(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -54,8 +51,8 @@ class Calls:
         :param args: positional arguments as passed.
         :param kwargs: keyword arguments as passed.
         """
-        model, fit = self._predictor.model, self._arguments
-        absent = fit.without_observations(model, len(args))
+        model = self._predictor.model
+        absent = self._arguments.without_observations(model, len(args))
         return self.joined(args, {**absent, **kwargs})
 
     def joined(
@@ -78,7 +75,7 @@ class Calls:
         needed = not structure.joint and (several or structure.indexed)
         if needed and not is_traced(arguments):
             with self._naming(arguments):
-                predictor.check(arguments, self._fitted, self.marks, "")
+                predictor.check(arguments, self._fitted, self._marks, "")
         return called
 
     def __call__(self, what: str, arguments: Arguments, site: str, **how: Any) -> Any:
@@ -124,7 +121,7 @@ class Calls:
         """Predict these rows."""
         if self._predictor.structure.joint and not is_traced(arguments):
             how["grouped"] = self._predictor.check(
-                arguments, self._fitted, self.marks, site
+                arguments, self._fitted, self._marks, site
             )
         with self._naming(arguments):
             answer, prepared = self._predictor(
@@ -135,7 +132,7 @@ class Calls:
         if not is_traced(arguments):
             self._prepared = prepared
             return answer
-        given = arguments, self._fitted, self.marks, site
+        given = arguments, self._fitted, self._marks, site
         return nan_unless(self._predictor.valid(*given), answer)
 
     def averages(

@@ -85,25 +85,18 @@ class Posteriors(
         # A program returns dicts in the order of their names.
         sites = {k: fits.sites[k] for k in predictor.shown()}
         self._fits, self._responses = fits._replace(sites=sites), responses
+        #: The bound of each fit, (responses,).
+        self.bounds: np.ndarray = fits.bounds
+        #: The number of steps of each fit, (responses,).
+        self.steps: np.ndarray = fits.steps
+        #: ``"converged"``, or what is wrong with a fit, (responses,).
+        self.verdicts: np.ndarray = fits.verdicts
+        #: Latents and params that are fixed at a value (hyperparameters), by name.
+        self.values: Values = fits.fitted.points
         self._programs: dict[Any, Any] = {}
 
     def __len__(self) -> int:
         return self._responses.number
-
-    @property
-    def bounds(self) -> np.ndarray:
-        """The bound of each fit, (responses,)."""
-        return self._fits.bounds
-
-    @property
-    def steps(self) -> np.ndarray:
-        """The number of steps of each fit, (responses,)."""
-        return self._fits.steps
-
-    @property
-    def verdicts(self) -> np.ndarray:
-        """``"converged"``, or what is wrong with a fit, (responses,)."""
-        return self._fits.verdicts
 
     @property
     def converged(self) -> np.ndarray:
@@ -114,11 +107,6 @@ class Posteriors(
     def sites(self) -> tuple[str, ...]:
         """Names of the Gaussian latents."""
         return tuple(self._fits.sites)
-
-    @property
-    def values(self) -> Values:
-        """Latents and params that are fixed at a value (hyperparameters), by name."""
-        return self._fits.fitted.points
 
     def __getitem__(self, site: str) -> dist.Normal:
         """Return the marginal posteriors of a Gaussian latent, for all responses.

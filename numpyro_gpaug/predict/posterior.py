@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import wraps
 from inspect import signature
 from os import PathLike
@@ -65,30 +66,30 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def _in_its_dtype(method: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a method so that it computes in the dtype of the fit."""
+def _within(
+    context: Callable[[Version], AbstractContextManager[Any]], method: Callable[P, T]
+) -> Callable[P, T]:
+    """Decorate a method of a posterior so that it runs in a context of its version."""
 
     @wraps(method)
     def inside(*args: P.args, **kwargs: P.kwargs) -> T:
         self: Any = args[0]
-        with in_dtype_of(self._predictor.version.doubles):
+        with context(self._predictor.version):
             return method(*args, **kwargs)
 
     return inside
+
+
+def _in_its_dtype(method: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a method so that it computes in the dtype of the fit."""
+    return _within(lambda version: in_dtype_of(version.doubles), method)
 
 
 def _as_fitted(method: Callable[P, T]) -> Callable[P, T]:
     """Decorate a method that runs the model: it computes in the dtype of the fit, and
     requires that everything the model reads besides its arguments equals that of the
     fit."""
-
-    @wraps(method)
-    def inside(*args: P.args, **kwargs: P.kwargs) -> T:
-        self: Any = args[0]
-        with self._predictor.version.running():
-            return method(*args, **kwargs)
-
-    return inside
+    return _within(Version.running, method)
 
 
 class Posterior(NotPickled, instead="save(path) writes it, load(path, model) reads it"):
@@ -129,11 +130,17 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         arguments: FitArguments,
         known: KnownSites = NO_SITES,
     ) -> None:
-        self._predictor = predictor
-        self._fitted = fitted
-        self._fit_arguments = arguments
-        self._sites, marks, self._rule_errors = known
-        self._calls = Calls(predictor, fitted, arguments, marks)
+        self._predictor, self._fitted = predictor, fitted
+        #: The model.
+        self.model: Callable[..., Any] = predictor.model
+        #: The structure of the model.
+        self.structure: Structure = predictor.structure
+        #: The description of the arguments of the fit.
+        self.arguments = arguments
+        #: Checksums of the priors of the fit, by site.
+        self.marks = known.marks
+        self._sites, self._rule_errors = known.moments, known.rule_errors
+        self._calls = Calls(predictor, fitted, arguments, known.marks)
         self._known: dict[str, Distribution] = {}
         #: Returns a mixture of more points, to leave out observations.
         self.finer: Callable[[], Posterior] | None = None
@@ -246,16 +253,6 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         return cls(predictor, fitted, given, known)
 
     @property
-    def model(self) -> Callable[..., Any]:
-        """The model."""
-        return self._predictor.model
-
-    @property
-    def structure(self) -> Structure:
-        """The structure of the model."""
-        return self._predictor.structure
-
-    @property
     def values(self) -> Values:
         """Params, and point values of latents that are not among the Gaussian ones."""
         return dict(self._fitted.values)
@@ -286,11 +283,6 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         known = self.arguments.holding(kwargs)._replace(ranges={}, rows=None)
         return Posterior(self._predictor, fitted, known)
 
-    @property
-    def marks(self) -> dict[str, Array]:
-        """Checksums of the priors of the fit, by site."""
-        return self._calls.marks
-
     @_as_fitted
     def marked(self, arguments: Arguments, structure: Structure) -> Posterior:
         """Return the same posterior with the :attr:`marks` of a model at arguments.
@@ -302,20 +294,15 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         return Posterior(self._predictor, self._fitted, self.arguments, known)
 
     @property
-    def arguments(self) -> FitArguments:
-        """The description of the arguments of the fit."""
-        return self._fit_arguments
-
-    @property
     def processes(self) -> tuple[str, ...]:
         """Names of the Gaussian processes, as :meth:`predict_f` takes them."""
-        return self._predictor.structure.process_names
+        return self.structure.process_names
 
     @property
     def observed(self) -> tuple[str, ...]:
         """Names of the observed sites that depend on latents, which can be predicted.
         Factors (:func:`numpyro.factor`) are not among them."""
-        sites = self._predictor.structure.observed
+        sites = self.structure.observed
         seen = [s for s in sites if s.route is not Route.CONSTANT]
         return tuple(s.name for s in seen if not s.factor)
 
@@ -399,8 +386,8 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         for name, normal in self.weights.items():
             sites[name] = SiteMoments(normal.mean, normal.variance)
         found = table(sites, self._fitted.points, self._fitted.members, prob)
-        given = self._fit_arguments
-        return found.rename(lambda x: labelled(x, given.axes, given.labels))
+        axes, labels = self.arguments.axes, self.arguments.labels
+        return found.rename(lambda x: labelled(x, axes, labels))
 
     def print_summary(self, prob: float = 0.9) -> None:
         """Print the table of :meth:`summary`, all of it, to two decimals."""
@@ -543,11 +530,10 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         """
         check_count("num_draws", num_draws)
         observed = self._predictor.predicted(site)
-        kept = self._fit_arguments.kwargs
+        of_fit = self.arguments
         question = AveragesWanted.of(
-            self.model, args, kwargs, kept,
-            at=at, by=by, contrast=contrast, weights=weights,
-            labels=self._fit_arguments.labels,
+            self.model, args, kwargs, of_fit.kwargs,
+            at=at, by=by, contrast=contrast, weights=weights, labels=of_fit.labels,
         )  # fmt: skip
         draws = []
         for args, kwargs in question.scenarios:
@@ -557,8 +543,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
                 arguments, _ = self._calls.unobserved(args, kwargs)
             given = observed.name, jax.random.key(0), num_draws, of, question.rows
             draws.append(self._calls.averages(arguments, *given))
-        named = self._fit_arguments
-        classes = {k: x for k, x in named.labels.items() if k in named.observations}
+        classes = {k: x for k, x in of_fit.labels.items() if k in of_fit.observations}
         members = self._fitted.members
         shares = None if members is None else np.asarray(members.log_weights)
         return question.answered(draws, shares, None if of else classes)
@@ -579,7 +564,6 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         :param kwargs: the model's keyword arguments, where they differ from the fit's.
         """
         observed = self._predictor.observed(site)
-        model, structure = self._predictor.model, self._predictor.structure
         called = self._calls.joined(args, kwargs)
         given = "log_prob", called, observed.name, batch_size
         if is_traced(called[0]):
@@ -589,7 +573,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         if np.isnan(found).any():
             found = self._calls.stream(*given)
         if np.isnan(found).any():
-            check_observations(whole_plates(model), structure, called[0])
+            check_observations(whole_plates(self.model), self.structure, called[0])
         return found
 
     @_as_fitted
@@ -628,10 +612,8 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
                 "diagnostics.loo(diagnostics.to_datatree(...)) works for any fit"
             )
         if self.finer is not None:
-            finer = self.finer()
-            return finer.leave_one_out(
-                *args, site=site, batch_size=batch_size, **kwargs
-            )
+            kwargs |= {"site": site, "batch_size": batch_size}
+            return self.finer().leave_one_out(*args, **kwargs)
         observed = self._predictor.predicted(site)
         called = self._calls.joined(args, kwargs)
         found = self._calls.stream("left_out", called, observed.name, batch_size)
@@ -741,16 +723,15 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         return draws.reshape(*sample_shape, *draws.shape[1:])
 
     def _display(self) -> tuple[str, Rows]:
-        structure = self._predictor.structure
         points = [
             (name, str(np.shape(value)), f"fixed at {brief(value)}")
             for name, value in self._fitted.points.items()
         ]
-        title = f"Posterior of {name_of(self._predictor.model)}"
+        title = f"Posterior of {name_of(self.model)}"
         if self._fitted.size is not None:
             title += f", a mixture of {self._fitted.size}"
-        seen = observed_rows(structure, self._rule_errors)
-        return title, latent_rows(structure) + points + seen
+        seen = observed_rows(self.structure, self._rule_errors)
+        return title, latent_rows(self.structure) + points + seen
 
     # -- saving -----------------------------------------------------------------------
 
@@ -764,9 +745,9 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         :param path: the file.
         :raises ValueError: for a value that is not made of arrays and plain numbers.
         """
-        known = KnownSites(self._sites, self._calls.marks, self._rule_errors)
-        parts = self._predictor, self._fitted, self._fit_arguments
-        write_fit(path, SavedFit(*parts, known))
+        known = KnownSites(self._sites, self.marks, self._rule_errors)
+        fit = SavedFit(self._predictor, self._fitted, self.arguments, known)
+        write_fit(path, fit)
 
     @classmethod
     def load(

@@ -106,11 +106,8 @@ class Predictor:
 
         :param function: a function of these and of the rest, known by its name.
         """
-        program = self._cached(
-            function.__name__,
-            arguments.shapes,
-            lambda: self._jit(partial(function)),
-        )
+        name, made = function.__name__, partial(self._jit, partial(function))
+        program = self._cached(name, arguments.shapes, made)
         with threads_for(self.structure.largest):
             found = program(arguments, *given)
             # All results of a program become available together.
