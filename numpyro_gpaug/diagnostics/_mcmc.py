@@ -16,7 +16,7 @@ from numpyro.distributions import constraints
 from scipy.special import ndtri
 
 from numpyro_gpaug._numpyro import whole_plates
-from numpyro_gpaug.diagnostics._run import data_sites
+from numpyro_gpaug.diagnostics._run import data_sites, observed_sites
 from numpyro_gpaug.gp.conditional import Conditional
 from numpyro_gpaug.likelihoods.expectations import base_distribution
 from numpyro_gpaug.math.compiling import jit_for_few_runs
@@ -97,13 +97,10 @@ def vi_against_mcmc(
         draws = _marginal_quantiles(vi, num, mcmc, args)
     else:
         draws = _flat_draws(vi)
-    arguments = Arguments.split(args, kwargs)
-    return DataTree.from_dict(
-        {
-            "posterior": _marginals(draws, mcmc),
-            "predictive": _overlaps(whole_plates(model), vi, arguments, draws, mcmc),
-        }
-    )
+    marginals = _marginals(draws, mcmc)
+    given = vi, Arguments.split(args, kwargs), draws, mcmc
+    overlaps = _overlaps(whole_plates(model), *given)
+    return DataTree.from_dict({"posterior": marginals, "predictive": overlaps})
 
 
 # -- marginals -------------------------------------------------------------------------
@@ -190,8 +187,7 @@ def _overlaps(
         predicted = _Site(model, arguments, site)
         p, q = _Predictive(predicted, chosen), None
         if not isinstance(vi, Posterior):
-            latents = _latents(draws, trace, "variational")
-            q = _Predictive(predicted, latents)
+            q = _Predictive(predicted, _latents(draws, trace, "variational"))
         elif site in vi.observed:  # otherwise a hyperparameter that a handler fixes
             q = vi.predict_y(*arguments.merge()[0], site=site)
         if q is not None:
@@ -287,11 +283,8 @@ def _latents(draws: Mapping[str, Any], trace: Trace, where: str) -> Values:
     residuals = {
         f"{name}.eps" for name, s in trace.items() if isinstance(s["fn"], Conditional)
     }
-    names = {
-        name
-        for name, s in trace.items()
-        if s["type"] == "sample" and not s["is_observed"]
-    }
+    samples = {name for name, s in trace.items() if s["type"] == "sample"}
+    names = samples - observed_sites(trace).keys()
     if missing := names - set(draws) - residuals:
         raise ValueError(
             f"the {where} draws contain {sorted(draws)} but lack the model's "

@@ -84,26 +84,31 @@ def observations(message: dict[str, Any]) -> tuple[Array, Array]:
     return message["value"], ones > 0
 
 
+def observed_sites(trace: Trace) -> Trace:
+    """Return the observed sites of a trace."""
+    sites = {k: s for k, s in trace.items() if s["type"] == "sample"}
+    return {k: s for k, s in sites.items() if s["is_observed"]}
+
+
 def data_sites(trace: Trace) -> Trace:
     """Return the observed sites of a trace, without those of ``numpyro.factor``."""
-    sites = {k: s for k, s in trace.items() if s["type"] == "sample"}
-    observed = {k: s for k, s in sites.items() if s["is_observed"]}
-    fns = {k: base_distribution(s["fn"]) for k, s in observed.items()}
-    return {k: s for k, s in observed.items() if not isinstance(fns[k], Unit)}
+    sites = observed_sites(trace).items()
+    return {k: s for k, s in sites if not isinstance(base_distribution(s["fn"]), Unit)}
 
 
-def terms_of_data(trace: Trace) -> dict[str, list[str]]:
-    """Return the factors that belong to the observations of each site: those in the
-    same plates, which have a term for each observation (a late entry)."""
-    data = data_sites(trace)
-    found: dict[str, list[str]] = {}
-    for name, site in trace.items():
-        plates = site.get("cond_indep_stack")
-        same = [
-            k for k, s in data.items() if plates and s["cond_indep_stack"] == plates
-        ]
-        if site.get("is_observed") and name not in data and len(same) == 1:
-            found.setdefault(same[0], []).append(name)
+def densities_of_data(trace: Trace, densities: Values) -> Values:
+    """Return the log densities of observations, with the factors that belong to them:
+    those in the same plates, which have a term for each observation (a late entry).
+
+    :param trace: the trace of a model.
+    :param densities: log densities of all observed sites.
+    """
+    found = {k: densities[k] for k in data_sites(trace)}
+    for name in densities.keys() - found.keys():
+        plates = trace[name]["cond_indep_stack"]
+        same = [k for k in found if plates and trace[k]["cond_indep_stack"] == plates]
+        if len(same) == 1:
+            found[same[0]] = found[same[0]] + densities[name]
     return found
 
 
@@ -276,21 +281,6 @@ class Draws(NamedTuple):
     priors: dict[str, Any]
 
 
-class Evaluated(NamedTuple):
-    """The model at all draws.
-
-    :param draws: its outputs at the draws.
-    :param log_p: log joint density of each draw and the observations.
-    :param observed: observations by site, NaN where they are masked.
-    :param model: the programs that evaluated it.
-    """
-
-    draws: Draws
-    log_p: np.ndarray
-    observed: dict[str, np.ndarray]
-    model: Programs
-
-
 class Programs:
     """Compiled programs for the draws of a guide, and for its model at the draws, for
     arguments of one shape. Tracing records the kinds of sites."""
@@ -306,7 +296,6 @@ class Programs:
         self.given_weights = dataclasses.replace(structure, blocks=structure.processes)
         self.delta: set[str] = set()
         self.dims: dict[str, list[str]] = {}
-        self.factors: set[str] = set()
         self.pseudo: set[str] = set()
         self.draw: Any = jit(jax.vmap(self._draw, (None, None, 0)))
         self.prior: Any = prior_sampler(model)
@@ -341,24 +330,17 @@ class Programs:
         deterministic = {
             n: s["value"] for n, s in trace.items() if s["type"] == "deterministic"
         }
-        observed, replicated, weighted = {}, {}, {}
+        weighted = {k: scaled(x, trace[k]["scale"]) for k, x in likelihoods.items()}
         new_keys = random.split(new_key, len(likelihoods) + 1)
-        for name, new_key in zip(likelihoods, new_keys, strict=False):
-            message = trace[name]
-            weighted[name] = scaled(likelihoods[name], message["scale"])
-            if isinstance(base_distribution(message["fn"]), dist.Unit):
-                self.factors.add(name)  # numpyro.factor is no density of an observation
-                continue
-            if is_pseudo(message["fn"]):
-                self.pseudo.add(name)
-            observed[name] = observations(message)
-            replicated[name] = replicate(message, new_key)
-        for name, factors in terms_of_data(trace).items():
-            likelihoods[name] += sum(likelihoods[k] for k in factors)
-        prior = log_density([trace[n] for n in drawn])
-        priors = log_priors(trace, self.top_level & drawn.keys())
-        found = Draws(deterministic, replicated, likelihoods, weighted, prior, priors)
-        return found, observed
+        keys, sites = dict(zip(likelihoods, new_keys, strict=False)), data_sites(trace)
+        self.pseudo.update(k for k, s in sites.items() if is_pseudo(s["fn"]))
+        found = Draws(
+            deterministic, {k: replicate(s, keys[k]) for k, s in sites.items()},
+            densities_of_data(trace, likelihoods), weighted,
+            log_density([trace[n] for n in drawn]),
+            log_priors(trace, self.top_level & drawn.keys()),
+        )  # fmt: skip
+        return found, {k: observations(s) for k, s in sites.items()}
 
     def numbers_held(self, shapes: Draws, fixed: Values) -> int:
         """The number of values in memory while the likelihoods of one draw are
@@ -401,8 +383,10 @@ def evaluated_at(
     keys: Array,
     fixed: dict[str, np.ndarray],
     drawn: dict[str, np.ndarray],
-) -> Evaluated:
-    """Evaluate the model at every draw, in chunks that bound the memory.
+) -> tuple[Draws, np.ndarray, dict[str, np.ndarray]]:
+    """Return the outputs of the model at every draw, in chunks that bound the memory,
+    the log joint density of each draw and the observations, and these by site, NaN
+    where they are masked.
 
     :param model: from :func:`programs_for`.
     :param arguments: its arguments.
@@ -427,8 +411,7 @@ def evaluated_at(
     log_p = draws.prior.astype(float) + sum(
         v.astype(float).reshape(total, -1).sum(-1) for v in draws.scaled.values()
     )
-    seen = {name: masked_as_nan(*x) for name, x in observed.items()}
-    return Evaluated(draws, log_p, seen, model)
+    return draws, log_p, {name: masked_as_nan(*x) for name, x in observed.items()}
 
 
 def _log_likelihoods(view: ModelView, latents: Any) -> Values:

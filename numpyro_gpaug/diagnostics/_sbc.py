@@ -18,7 +18,12 @@ from tqdm.auto import tqdm
 from numpyro_gpaug._display import Displayed, Rows, entries, name_of
 from numpyro_gpaug.diagnostics._arviz import tree_of
 from numpyro_gpaug.diagnostics._pit import ranks
-from numpyro_gpaug.diagnostics._run import data_sites, log_density, one_draw
+from numpyro_gpaug.diagnostics._run import (
+    data_sites,
+    log_density,
+    observed_sites,
+    one_draw,
+)
 from numpyro_gpaug.errors import CholeskyError
 from numpyro_gpaug.infer import ConjugateSVI, NestedVI
 from numpyro_gpaug.math.compiling import jit
@@ -228,8 +233,8 @@ def sbc(
             # A verdict of each fit would be repeated for every data set.
             warnings.simplefilter("ignore")
             fitter.run(random.fold_in(fit_key, i), here, *args, **kwargs)
-        draws = fitter.get_samples()
-        both = {k: _joined(true[k], draws[k], num_draws) for k in true}
+        draws = {k: _thinned(x, num_draws) for k, x in fitter.get_samples().items()}
+        both = {k: np.concatenate([x[None], draws[k]]) for k, x in true.items()}
         density = likelihood(arguments, here, both)
         return {**both, LIKELIHOOD: np.asarray(density, float)}
 
@@ -308,16 +313,13 @@ def _with_more(model: Model) -> Callable[..., Any]:
     def simulated(data: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         with handlers.trace() as first:
             model(*args, **kwargs)
-        latents = {k: s["value"] for k, s in first.items() if _is_latent(s)}
+        hidden = first.keys() - observed_sites(first).keys()
+        latents = {k: first[k]["value"] for k in hidden if first[k]["type"] == "sample"}
         again = handlers.substitute(handlers.condition(model, data=data), data=latents)
         seen = handlers.block(again, hide_fn=lambda s: not s.get("is_observed"))
         handlers.scope(seen, prefix="again")(*args, **kwargs)
 
     return simulated
-
-
-def _is_latent(site: dict[str, Any]) -> bool:
-    return site["type"] == "sample" and not site["is_observed"]
 
 
 def _posterior_draws(
@@ -340,7 +342,7 @@ def _posterior_draws(
             f"the fit has {found} draws from the posterior, fewer than {num} data "
             "sets. Raise its num_samples"
         )
-    return {k: _thinned(np.asarray(x), num) for k, x in draws.items()}
+    return {k: _thinned(x, num) for k, x in draws.items()}
 
 
 def _drawn(
@@ -358,8 +360,7 @@ def _drawn(
             f"{params} are params, and have no prior to draw from. Make them sample "
             "sites, or fix them"
         )
-    sites = {k: s for k, s in trace.items() if s["type"] == "sample"}
-    observed = {k: s for k, s in sites.items() if s["is_observed"]}
+    observed = observed_sites(trace)
     if factors := [k for k in observed if k not in data_sites(trace)]:
         raise ValueError(f"{factors[0]!r} is a numpyro.factor, which has no data")
     if not observed:
@@ -367,6 +368,7 @@ def _drawn(
             "the model has no observations. Pass them, as for a fit: their shapes are "
             "those of the data sets"
         )
+    sites = [k for k, s in trace.items() if s["type"] == "sample"]
     latents = [k for k in sites if k not in observed]
     given = {k: values[k] for k in latents if k in values}
 
@@ -402,17 +404,12 @@ def _likelihood(
 
     def one(values: Values) -> Array:
         trace = run_model(model, given, random.key(0), values)
-        sites = [s for s in trace.values() if s["type"] == "sample"]
-        return log_density([s for s in sites if s["is_observed"]])
+        return log_density([*observed_sites(trace).values()])
 
     return lax.map(one, latents)
 
 
-def _joined(true: np.ndarray, draws: Any, num: int) -> np.ndarray:
-    """Return the true value, followed by some of the draws, evenly thinned."""
-    return np.concatenate([true[None], _thinned(np.asarray(draws), num)])
-
-
-def _thinned(draws: np.ndarray, num: int) -> np.ndarray:
+def _thinned(draws: Any, num: int) -> np.ndarray:
+    """Return some of the draws, evenly spaced."""
     places = np.linspace(0, len(draws) - 1, min(num, len(draws))).astype(int)
-    return draws[places]
+    return np.asarray(draws)[places]

@@ -16,17 +16,17 @@ from numpyro.infer import MCMC
 
 from numpyro_gpaug.diagnostics._arviz import tree_of
 from numpyro_gpaug.diagnostics._run import (
-    Evaluated,
     data_sites,
+    densities_of_data,
     evaluated_at,
     log_priors,
     masked_as_nan,
     observations,
+    observed_sites,
     prior_groups,
     prior_sampler,
     programs_for,
     replicated,
-    terms_of_data,
     top_level,
 )
 from numpyro_gpaug.guides import AutoLatentGaussian
@@ -35,7 +35,7 @@ from numpyro_gpaug.infer import NestedVI
 from numpyro_gpaug.likelihoods.expectations import stable_log_prob
 from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.closures import watched
-from numpyro_gpaug.model.columns import Columns, Labels
+from numpyro_gpaug.model.columns import Columns
 from numpyro_gpaug.model.structure import run_model
 from numpyro_gpaug.predict import Posterior
 
@@ -63,42 +63,42 @@ def tree_of_nested(key: Array, nested: NestedVI) -> DataTree:
     ) -> tuple[Values, ...]:
         key, values = each
         trace = run_model(nested.model, given, key, values)
-        sites = data_sites(trace)
-        densities = {k: stable_log_prob(s["fn"], s["value"]) for k, s in sites.items()}
-        for name, factors in terms_of_data(trace).items():
-            terms = (trace[k]["fn"].log_prob(trace[k]["value"]) for k in factors)
-            densities[name] += sum(terms)
-        return densities, replicated(sites, key), log_priors(trace, tops)
+        sites = observed_sites(trace).items()
+        densities = {k: stable_log_prob(s["fn"], s["value"]) for k, s in sites}
+        return (
+            replicated(data_sites(trace), key), densities_of_data(trace, densities),
+            log_priors(trace, tops),
+        )  # fmt: skip
 
     @jax.jit
     def everywhere(given: Arguments, keys: Array, values: Values) -> Any:
         first = {k: x[0] for k, x in values.items()}
         trace = run_model(nested.model, given, keys[0], first)
         found = jax.lax.map(lambda each: one(given, each), (keys, values))
-        return {k: observations(trace[k]) for k in found[0]}, found
+        return {k: observations(s) for k, s in data_sites(trace).items()}, found
 
     key, prior_key = random.split(key)
     keys = random.split(key, chains * num)
     values = {k: x for k, x in flat.items() if k in latent}
     seen, found = everywhere(arguments, keys, values)
-    densities, predicted, priors = found
-    observed = {k: masked_as_nan(*x) for k, x in seen.items()}
-    sampler = prior_sampler(nested.model)
+
+    def by_chain(found: Values) -> Values:
+        return jax.tree.map(
+            lambda x: np.asarray(x).reshape(chains, num, *x.shape[1:]), found
+        )
+
+    predicted, densities, priors = map(by_chain, found)
     groups = {
         "posterior": {k: np.asarray(x) for k, x in draws.items()},
-        "posterior_predictive": _by_chain(predicted, chains, num),
-        "log_likelihood": _by_chain(densities, chains, num),
-        "log_prior": _by_chain(priors, chains, num),
-        **prior_groups(sampler, arguments, {}, prior_key, chains * num),
+        "posterior_predictive": predicted,
+        "log_likelihood": densities,
+        "log_prior": priors,
+        **prior_groups(
+            prior_sampler(nested.model), arguments, {}, prior_key, chains * num
+        ),
+        "observed_data": {k: masked_as_nan(*x) for k, x in seen.items()},
     }
-    groups["observed_data"] = observed
     return tree_of(groups, None, nested.labelled_axes, nested.labels)
-
-
-def _by_chain(found: Values, chains: int, num: int) -> dict[str, np.ndarray]:
-    return {
-        k: np.asarray(x).reshape(chains, num, *x.shape[1:]) for k, x in found.items()
-    }
 
 
 def compare_evidence(runs: Mapping[str, NestedVI]) -> pandas.DataFrame:
@@ -297,18 +297,8 @@ def to_datatree(
                 "nested)"
             )
         return tree_of_nested(key, model)
-    if isinstance(model, MCMC) or isinstance(guide, MCMC):
-        raise TypeError(
-            "a run of MCMC has a tree already: arviz_base.from_numpyro(mcmc, "
-            "log_likelihood=True)"
-        )
-    if model is None or guide is None or params is None:
-        raise TypeError(
-            "pass a guide and its params, to_datatree(key, model, guide, "
-            "result.params, X, y), or a NestedVI after its run, to_datatree(key, "
-            "nested)"
-        )
-    _check(guide, params, num_samples)
+    checked: tuple[Model, Any, Any] = _checked(model, guide, params, num_samples)
+    model, guide, params = checked
     args, kwargs, labels = Columns.read(model, args, kwargs)
     arguments = Arguments.split(args, kwargs)
     # Changes that the model itself makes do not count.
@@ -320,23 +310,31 @@ def to_datatree(
         )
         latents, log_q = jax.tree.map(np.asarray, latents), np.asarray(log_q, float)
         fixed = {n for n in programs.delta if (latents[n] == latents[n][:1]).all()}
-        evaluated = evaluated_at(
-            programs,
-            arguments,
-            params,
-            random.split(model_key, num_samples),
+        draws, log_p, observed = evaluated_at(
+            programs, arguments, params, random.split(model_key, num_samples),
             {n: v[0] for n, v in latents.items() if n in fixed},
             {n: v for n, v in latents.items() if n not in fixed},
-        )
+        )  # fmt: skip
         given = programs.prior, arguments, params
         prior = prior_groups(*given, prior_key, num_samples)
+        pseudo, densities = programs.pseudo, draws.likelihoods.items()
+        groups: dict[str, dict[str, Any]] = {
+            "posterior": {**latents, **draws.deterministic},
+            "posterior_predictive": draws.replicated,
+            "log_likelihood": {n: v for n, v in densities if n not in pseudo},
+            "pseudo_log_likelihood": {n: v for n, v in densities if n in pseudo},
+            "log_prior": draws.priors,
+            "sample_stats": {"log_p": log_p, "log_q": log_q},
+        }
+        one_chain = {k: {n: v[None] for n, v in x.items()} for k, x in groups.items()}
         axes: dict[str, tuple[str, ...]] = {}
         if labels and isinstance(guide, AutoLatentGaussian):
             posterior = Posterior.of_guide(
                 model, guide, dict(params), args, kwargs, labels=labels
             )
             axes = posterior.arguments.axes
-        tree = _as_tree(latents, log_q, evaluated, prior, axes, labels)
+        found = {**one_chain, **prior, "observed_data": observed}
+        tree = tree_of(found, programs.dims, axes, labels)
         if losses is not None:
             from xarray import Dataset, DataTree
 
@@ -344,8 +342,19 @@ def to_datatree(
         return tree
 
 
-def _check(guide: Model, params: Any, num_samples: int) -> None:
-    """Raise for arguments that :func:`to_datatree` does not accept."""
+def _checked(model: Any, guide: Any, params: Any, num_samples: int) -> Any:
+    """Return arguments of :func:`to_datatree`, or raise if it does not accept them."""
+    if isinstance(model, MCMC) or isinstance(guide, MCMC):
+        raise TypeError(
+            "a run of MCMC has a tree already: arviz_base.from_numpyro(mcmc, "
+            "log_likelihood=True)"
+        )
+    if model is None or guide is None or params is None:
+        raise TypeError(
+            "pass a guide and its params, to_datatree(key, model, guide, "
+            "result.params, X, y), or a NestedVI after its run, to_datatree(key, "
+            "nested)"
+        )
     if not isinstance(params, Mapping):
         given = type(params).__name__
         raise TypeError(
@@ -359,30 +368,4 @@ def _check(guide: Model, params: Any, num_samples: int) -> None:
             "there are no importance ratios. Evaluate it on held-out data, by "
             "Posterior.log_prob, brier_score and expected_calibration_error"
         )
-
-
-def _as_tree(
-    latents: dict[str, np.ndarray],
-    log_q: np.ndarray,
-    evaluated: Evaluated,
-    prior: dict[str, dict[str, np.ndarray]],
-    axes: dict[str, tuple[str, ...]],
-    labels: Labels,
-) -> DataTree:
-    draws, model = evaluated.draws, evaluated.model
-    densities = draws.likelihoods.items()
-    no_likelihood = model.factors | model.pseudo
-    groups: dict[str, dict[str, Any]] = {
-        "posterior": {**latents, **draws.deterministic},
-        "posterior_predictive": draws.replicated,
-        "log_likelihood": {n: v for n, v in densities if n not in no_likelihood},
-        "pseudo_log_likelihood": {n: v for n, v in densities if n in model.pseudo},
-        "log_prior": draws.priors,
-        "sample_stats": {"log_p": evaluated.log_p, "log_q": log_q},
-    }
-    one_chain = {
-        group: {name: v[None] for name, v in found.items()}
-        for group, found in groups.items()
-    }
-    found = {**one_chain, **prior, "observed_data": evaluated.observed}
-    return tree_of(found, model.dims, axes, labels)
+    return model, guide, params
