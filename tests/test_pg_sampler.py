@@ -174,9 +174,9 @@ def test_table_against_series(dtype):
 @pytest.mark.parametrize("size", [1, slow(len(GRID))])
 def test_acceptance(size):
     b, c = np.array(GRID, np.float32).T
-    propose = jax.jit(_propose, static_argnums=3)
+    propose = jax.jit(_propose, static_argnums=2)
     for h in [np.full(1, v, np.float32) for v in SHAPES] if size == 1 else [b]:
-        x = propose(random.key(1), h, c / 2, (4000, len(c)))
+        x = propose(random.key(1), (h, c / 2), (4000, len(c)))
         assert np.all(np.mean(np.asarray(x) > 0, axis=0) > 0.81 - 0.02)
 
 

@@ -94,17 +94,7 @@ def sample_log(key: Array, big: Array, log_q: Array, *, num: int) -> Array:
 
     :return: An array of shape ``(num, batch)``.
     """
-    hat = make_hat(big, log_q)
-    batch = big.shape[0]
-
-    def first() -> Array:
-        return _propose(random.fold_in(key, 0), hat, (num, batch))
-
-    def propose(count: Array | int, index: Array | np.ndarray) -> Array:
-        own = jax.tree.map(lambda a: a[index % batch], hat)
-        return _propose(random.fold_in(key, count), own, (len(index),))
-
-    return accepted(num * batch, big.dtype, first, propose).reshape(num, batch)
+    return accepted(key, _propose, make_hat(big, log_q), num)
 
 
 def within_range(x: Array) -> Array:

@@ -121,14 +121,10 @@ def _log_cosh_sqrt_jvp(primals, tangents):
     return log_cosh_sqrt(w), 0.5 * t * dw
 
 
-def _saddle_guess(y: Array) -> Array:
-    return horner(SADDLE_FIT, y / (1 + y)) * (1 / y + 2) / y
-
-
 @jax.custom_jvp
 def solve_saddle(y: Array) -> Array:
     """Return the ``w`` with ``T = y``, for ``y > 0``."""
-    w = _saddle_guess(y)
+    w = horner(SADDLE_FIT, y / (1 + y)) * (1 / y + 2) / y
     for _ in range(2 if jnp.finfo(y.dtype).bits <= 32 else 4):
         # Newton on 1/T, which is nearly linear in w towards the pole and nearly
         # sqrt(w) away from it.

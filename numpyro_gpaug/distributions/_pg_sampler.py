@@ -21,9 +21,9 @@ from numpyro_gpaug.distributions._pg_rho import log_gap, tangent
 from numpyro_gpaug.distributions._rejection import REJECTED, accepted
 
 
-def _propose(key: Array, h: Array, z: Array, shape: tuple[int, ...]) -> Array:
+def _propose(key: Array, given: tuple[Array, Array], shape: tuple[int, ...]) -> Array:
     """Return one inverse-Gaussian proposal per lane."""
-    dtype = h.dtype
+    (h, z), dtype = given, given[0].dtype
     # One call to the generator: each call adds its own copy of the cipher to the
     # program, which takes longest to compile.
     low = float(np.nextafter(np.array(-1, dtype), np.array(0, dtype)))
@@ -55,16 +55,7 @@ def _propose(key: Array, h: Array, z: Array, shape: tuple[int, ...]) -> Array:
 
 @partial(jax.jit, static_argnames="num")
 def _sample(key: Array, h: Array, z: Array, *, num: int) -> Array:
-    batch = z.shape[0]
-
-    def first() -> Array:
-        return _propose(random.fold_in(key, 0), h, z, (num, batch))
-
-    def propose(count: Array | int, index: Array | np.ndarray) -> Array:
-        own = h if h.size == 1 else h[index % batch], z[index % batch]
-        return _propose(random.fold_in(key, count), *own, (len(index),))
-
-    return accepted(num * batch, z.dtype, first, propose).reshape(num, batch)
+    return accepted(key, _propose, (h, z), num)
 
 
 def sample(

@@ -4,9 +4,10 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array, lax, random
 
 # Takes the place of a proposal that is rejected. A second, Boolean result would take
 # the compiler several times longer to fill.
@@ -19,26 +20,32 @@ Propose = Callable[[Any, Any], Array]
 
 
 def accepted(
-    total: int, dtype: Any, first: Callable[[], Array], propose: Propose
+    key: Array, propose: Callable[[Array, Any, Any], Array], given: Any, num: int
 ) -> Array:
-    """Return a draw of every lane, flat: the first proposal that is accepted.
+    """Return the first proposals that are accepted, (num, batch).
 
-    :param total: the number of lanes.
-    :param dtype: the dtype of the draws.
-    :param first: returns the first proposals of all lanes, if these are many.
-    :param propose: returns new proposals.
+    :param key: random key.
+    :param propose: returns proposals of a given shape, from a key and parameters.
+    :param given: parameters, a tree of arrays (batch,), or (1,) if all are equal.
+    :param num: the number of draws for each.
     """
-    if total > _QUEUE_FROM:
-        start = 1, first().reshape(-1)
-        return lax.while_loop(_any_rejected, lambda s: _by_queue(propose, *s), start)[1]
-    lanes = np.arange(total)
+    batch, dtype = max((x.size, x.dtype) for x in jax.tree.leaves(given))
+    lanes = np.arange(num * batch)
+
+    def again(count: Any, lanes: Any) -> Array:
+        own = jax.tree.map(lambda x: x if len(x) == 1 else x[lanes % batch], given)
+        return propose(random.fold_in(key, count), own, (len(lanes),))
 
     def redraw(state: Any) -> Any:
         count, x = state
-        return count + 1, jnp.where(x == REJECTED, propose(count, lanes), x)
+        if len(lanes) > _QUEUE_FROM:
+            return _by_queue(again, count, x)
+        return count + 1, jnp.where(x == REJECTED, again(count, lanes), x)
 
-    start = 0, jnp.full(total, REJECTED, dtype)
-    return lax.while_loop(_any_rejected, redraw, start)[1]
+    start = 0, jnp.full(len(lanes), REJECTED, dtype)
+    if len(lanes) > _QUEUE_FROM:
+        start = 1, propose(random.fold_in(key, 0), given, (num, batch)).reshape(-1)
+    return lax.while_loop(_any_rejected, redraw, start)[1].reshape(num, batch)
 
 
 def _any_rejected(state: Any) -> Array:

@@ -25,8 +25,6 @@ from numpyro_gpaug.math.arrays import floating
 from numpyro_gpaug.math.bessel import averages, e2, energies, log_peak_integral, peak
 from numpyro_gpaug.math.normal import LOG_2PI
 
-__all__ = ["GeneralizedInverseGaussian"]
-
 
 class _Shape(NamedTuple):
     """The distribution of ``x``, or of ``1/x`` if ``flip`` is true, with a non-negative
@@ -301,9 +299,6 @@ def _kl_gig(q: GeneralizedInverseGaussian, r: GeneralizedInverseGaussian) -> Arr
     """Return ``KL(q || r)``, of the broadcast batch shape."""
     arrays = floating(*q._arrays(), *r._arrays())
     return _divergence(arrays[:3], arrays[3:])
-
-
-__all__ = ["InverseGaussian"]
 
 
 class InverseGaussian(Elementwise):

@@ -20,8 +20,6 @@ from numpyro import distributions as dist
 
 from numpyro_gpaug.math.arrays import known_to
 
-__all__ = ["PCRange", "PCScale"]
-
 
 def PCScale(upper: ArrayLike, prob: ArrayLike = 0.05) -> dist.Exponential:
     r"""Return the prior of a standard deviation that exceeds ``upper`` with probability

@@ -25,8 +25,6 @@ from numpyro_gpaug.distributions._pg_sampler import sample as _sample
 from numpyro_gpaug.math.arrays import floating
 from numpyro_gpaug.math.special import log2cosh_half, pg_mean_unit
 
-__all__ = ["PolyaGamma"]
-
 
 def _half_abs(c: Array) -> Array:
     # Unlike jnp.abs this has slope one at zero, where the density is smooth in c and

@@ -82,16 +82,11 @@ class SparsePrior(NamedTuple):
 
         :param x: coordinates, (..., K n).
         """
-        flat = self._flat_value(x)
+        groups = zip(self.scales, jnp.split(x, len(self.scales), -1), strict=True)
+        flat = self.loc + sum(scale * group for scale, group in groups)
         if self.event_shape is None:
             return flat
         return flat.reshape(*flat.shape[:-1], *self.event_shape)
-
-    def _flat_value(self, x: Array) -> Array:
-        groups = jnp.split(x, len(self.scales), -1)
-        return self.loc + sum(
-            scale * group for scale, group in zip(self.scales, groups, strict=True)
-        )
 
 
 class Field(dist.Distribution):

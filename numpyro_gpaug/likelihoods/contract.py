@@ -191,12 +191,6 @@ def count_data(d: Any, y: Array, means: Parameters, variances: Parameters) -> Ar
     return jnp.ones(jnp.broadcast_shapes(jnp.shape(y), d.batch_shape), like.dtype)
 
 
-__all__ = [
-    "Augmentation", "Conditionals", "MStep", "Parameters", "moments", "power",
-    "register",
-]  # fmt: skip
-
-
 def moments(
     latents: tuple[str, ...], means: Parameters, variances: Parameters
 ) -> tuple[Array, ...]:

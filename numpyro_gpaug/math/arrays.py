@@ -112,8 +112,6 @@ def held(leaves: list[Any]) -> tuple[Any, ...]:
     if not has_doubles():
         leaves = [_single(x) if isinstance(x, Array) else x for x in leaves]
     small = {i: _copied(x) for i, x in enumerate(leaves) if _is_small(x)}
-    if len(small) == len(leaves):
-        return tuple(small.values())
     others = iter(as_arrays([x for i, x in enumerate(leaves) if i not in small]))
     return tuple(small[i] if i in small else next(others) for i in range(len(leaves)))
 

@@ -175,7 +175,7 @@ def _averaged(function: Sums, at: PredictorMoments) -> _Sums:
         rule, before, _ = state
 
         def add(i: Array, sums: _Sums) -> _Sums:
-            return cast(_Sums, _added(function, sums, x[i], weights[i]))
+            return cast(_Sums, jax.tree.map(jnp.add, sums, function(x[i], weights[i])))
 
         found = lax.fori_loop(ends[rule], ends[rule + 1], add, zeros)
         return rule + 1, found, (rule > 0) & _agree(at, before, found)
@@ -244,7 +244,7 @@ def _summed(function: Sums, at: PredictorMoments, x: Array, weights: Array) -> A
     zeros = _zeros(function, x[0], weights[0])
 
     def add(sums: Any, part: tuple[Array, Array]) -> tuple[Any, None]:
-        return _added(function, sums, *part), None
+        return jax.tree.map(jnp.add, sums, function(*part)), None
 
     return lax.scan(add, zeros, (x, weights))[0]
 
@@ -260,11 +260,6 @@ def _in_blocks(x: Array, weights: Array, each: int) -> tuple[Array, Array]:
 def _zeros(function: Sums, x: Array, weights: Array) -> Any:
     shapes = jax.eval_shape(function, x, weights)
     return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-
-
-def _added(function: Sums, sums: Any, x: Array, weights: Array) -> Any:
-    """Add a block of nodes to sums over nodes."""
-    return jax.tree.map(jnp.add, sums, function(x, weights))
 
 
 def _forward(total: Sum, numbers: Any, at: PredictorMoments) -> tuple[Array, Any]:

@@ -52,7 +52,8 @@ def write(
         temporary = target.with_name(_TEMPORARY.format(uuid4().hex))
         try:
             with open(temporary, "xb") as file:
-                _lock(file)
+                with suppress(OSError):
+                    _lock(file)
                 np.savez(file, allow_pickle=False, **members)
                 file.flush()
                 os.fsync(file.fileno())
@@ -68,23 +69,14 @@ def _remove_abandoned(folder: Path) -> None:
     its file, which ends with its process, however that ends."""
     for path in folder.glob(_TEMPORARY.format("[0-9a-f]" * 32)):
         with suppress(OSError), open(path, "rb") as file:
-            _lock(file, raises=True)
+            _lock(file)
             path.unlink()
 
 
-def _lock(file: Any, *, raises: bool = False) -> None:
-    """Lock a file, if it is not locked.
-
-    :param file: an open one.
-    :param raises: whether a file that is locked, or cannot be, raises an ``OSError``.
-    """
-    if fcntl is None:
-        return
-    try:
+def _lock(file: Any) -> None:
+    """Lock an open file. An ``OSError`` means that it is locked, or cannot be."""
+    if fcntl is not None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        if raises:
-            raise
 
 
 def read(path: str | PathLike[str]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:

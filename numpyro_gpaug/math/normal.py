@@ -12,8 +12,6 @@ import jax.numpy as jnp
 from jax import Array
 from jax.scipy.special import erfc
 
-from numpyro_gpaug.math import normal
-
 
 @jax.custom_jvp
 def expected_ramp(mean: Array, variance: Array) -> Array:
@@ -66,8 +64,8 @@ def _terms(mean: Array, variance: Array) -> tuple[Array, Array, Array]:
     floor = jnp.asarray(jnp.finfo(dtype).eps ** 3, dtype)
     scale_inv = jax.lax.rsqrt(jnp.maximum(variance, floor))
     z = mean * scale_inv
-    above, density = normal.cdf(z), scale_inv * normal.density(z)
-    return mean * above + variance * density, above, density
+    above, at_zero = cdf(z), scale_inv * density(z)
+    return mean * above + variance * at_zero, above, at_zero
 
 
 LOG_2PI = math.log(2 * math.pi)

@@ -147,20 +147,17 @@ def partitioned(tree: Any) -> Any:
 
     :param tree: arrays, and other leaves, which are unchanged.
     """
-    explicit = AxisType.Explicit
 
     def auto(leaf: Any) -> Any:
         sharding = None if _traced(leaf) else getattr(leaf, "sharding", None)
         if not isinstance(sharding, NamedSharding):
             return leaf
         mesh = sharding.mesh
-        if explicit not in mesh.axis_types:
+        if AxisType.Explicit not in mesh.axis_types:
             return leaf
         same = Mesh(mesh.devices, mesh.axis_names)
         return _renamed(leaf, NamedSharding(same, sharding.spec))
 
-    if not any(isinstance(x, jax.Array) for x in jax.tree.leaves(tree)):
-        return tree
     return jax.tree.map(auto, tree)
 
 

@@ -13,8 +13,6 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-__all__ = ["log2cosh_half", "pg_mean_unit"]
-
 
 def tanh_taylor(num_terms: int) -> np.ndarray:
     r"""Return Taylor coefficients of :math:`T(q)=\tanh(\sqrt q)/\sqrt q` about 0.
@@ -38,6 +36,7 @@ def horner(coef: Sequence[float] | np.ndarray, x: Array) -> Array:
 
 
 def series_terms(dtype: jnp.dtype) -> int:
+    """Return the number of terms of the series near zero."""
     # |x| <= 1/4 and a radius of convergence of pi^2/4 give a factor of ten per term;
     # two further terms are for the derivatives.
     return 10 if jnp.finfo(dtype).bits <= 32 else 19

@@ -82,10 +82,8 @@ def plot_latent(
         reach = {p: -ndtri((1 - p) / 2) * sd for p in levels}
         ends = {p: (mean - r, mean + r) for p, r in reach.items()}
         _band(ax, grid[:, 0], mean, ends, shade, name)
-    _mark_inducing(ax, inducing)
-    ax.set(xlabel="x", ylabel="latent function", title="Posterior of the latent")
-    ax.legend(frameon=False)
-    return ax
+    title = "Posterior of the latent"
+    return _labelled(ax, inducing, ylabel="latent function", title=title)
 
 
 def plot_predictive(
@@ -132,10 +130,7 @@ def plot_predictive(
     binary = prediction.support is constraints.boolean
     ends = {} if binary else {p: _interval(prediction, p) for p in levels}
     _band(ax, grid[:, 0], mean, ends, color, label)
-    _mark_inducing(ax, inducing)
-    ax.set(xlabel="x", ylabel="y", title="Predictions")
-    ax.legend(frameon=False)
-    return ax
+    return _labelled(ax, inducing, ylabel="y", title="Predictions")
 
 
 def plot_decision(
@@ -269,13 +264,17 @@ def _scatter_data(ax: Axes, data: tuple[ArrayLike, ArrayLike] | None) -> None:
         ax.plot(x, y, ".", color="0.6", markersize=4, zorder=1, label="data")
 
 
-def _mark_inducing(ax: Axes, inducing: ArrayLike | None) -> None:
+def _labelled(ax: Axes, inducing: ArrayLike | None, **labels: str) -> Axes:
+    """Mark inducing inputs, and label the axes."""
     if inducing is not None:
         z = _column("inducing", inducing)[:, 0]
         ax.plot(
             z, np.full_like(z, 0.03), "kx", markersize=5, zorder=4,
             transform=ax.get_xaxis_transform(), label="inducing inputs",
         )  # fmt: skip
+    ax.set(xlabel="x", **labels)
+    ax.legend(frameon=False)
+    return ax
 
 
 def _band(

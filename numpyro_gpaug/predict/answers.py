@@ -73,9 +73,7 @@ class Answers:
         """Return the observed site with this name, or for ``None`` the only one that
         depends on latents (``handlers.condition`` turns latent sites into observed
         ones)."""
-        sites = self._structure.observed
-        found = [s for s in sites if s.route is not Route.CONSTANT]
-        return one_of(found, site, "observed site")
+        return one_of(depending(self._structure), site, "observed site")
 
     def checks(self, view: Any, site: str) -> tuple[Codes, Any, Any]:
         """Return the codes and the marks of the model at new inputs, and how far
@@ -319,15 +317,10 @@ class JointAnswers(Answers):
         mean, variance = view.moments(site, q)
         sizes = zip(mean.shape, unpadded or mean.shape, strict=True)
         rows = [i for i, (size, other) in enumerate(sizes) if size != other]
-        residuals, factorised = joint_draws(
-            random.fold_in(key, num),
-            num,
-            jnp.zeros_like(mean),
-            view.residual_covariance(site),
-            variance.mean(),
-            rows,
-            view.arguments.arrays[-1] if rows else None,
-        )
+        count = view.arguments.arrays[-1] if rows else None
+        zero, covariance = jnp.zeros_like(mean), view.residual_covariance(site)
+        given = random.fold_in(key, num), num, zero, covariance, variance.mean()
+        residuals, factorised = joint_draws(*given, rows, count)
         return draws + residuals, factorised
 
     def _drawn(self, view: Any, fit: Fit, site: str) -> Callable[[Array, Array], Trace]:
@@ -436,6 +429,11 @@ def check_observed(site: str, message: dict[str, Any], method: str) -> None:
             f"{method} needs the observations of site {site!r}: {method}(X, y)"
         )
     check_shape(site, message)
+
+
+def depending(structure: Structure) -> list[Observed]:
+    """Return the observed sites that depend on latents."""
+    return [s for s in structure.observed if s.route is not Route.CONSTANT]
 
 
 def one_of(candidates: Any, name: str | None, what: str) -> Any:

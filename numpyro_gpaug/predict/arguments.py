@@ -114,25 +114,22 @@ class FitArguments(NamedTuple):
             k for k in named if k in inducing or (rows and not rows & _lengths(read[k]))
         )
         data = args, {k: v for k, v in kwargs.items() if k not in kept}
-        seen = {}
+        seen = {k: _numbers(x) for k, x in kept.items() if k in inducing}
         if any(k not in shared for k in kept):
-            given = positional.items()
-            seen = {k: _seen(x) for k, x in given if k not in observations}
-        seen |= {k: _seen(_numbers(x)) for k, x in kept.items() if k in inducing}
-        told = {k: x for k, x in seen.items() if x is not None}
+            seen |= {k: x for k, x in positional.items() if k not in observations}
         rowwise = {k: x for k, x in named.items() if k not in (*shared, *observations)}
         _warn_of_pooled([k for k in pooled if k in rowwise])
         ranges = {k: found for k, x in rowwise.items() if (found := _ranges(x))}
         by_shape = jax.tree.map(_by_shape, data)
-        fit = cls(kept, observations, shared, by_shape, told, ranges)
+        fit = cls(kept, observations, shared, by_shape, _all_seen(seen), ranges)
         return fit._replace(rows=fit._rows(model, args, kwargs))
 
     def holding(self, kwargs: dict[str, Any]) -> FitArguments:
         """Return a copy with other keyword arguments of the fit."""
-        seen: dict[str, int | None] = dict(self.fingerprints)
-        seen |= {k: _seen(_numbers(x)) for k, x in kwargs.items() if k in seen}
-        told = {k: x for k, x in seen.items() if x is not None}
-        return self._replace(kwargs={**self.kwargs, **kwargs}, fingerprints=told)
+        known = {k: x for k, x in self.fingerprints.items() if k not in kwargs}
+        new = kwargs.keys() & self.fingerprints.keys()
+        known |= _all_seen({k: _numbers(kwargs[k]) for k in new})
+        return self._replace(kwargs={**self.kwargs, **kwargs}, fingerprints=known)
 
     def joined(
         self,
@@ -371,6 +368,11 @@ def _seen(tree: Any) -> int | None:
     ):
         return None
     return int(fingerprint(np.asarray(x, np.float32) for x in arrays))
+
+
+def _all_seen(named: dict[str, Any]) -> dict[str, int]:
+    """Return the fingerprints of arguments that have one."""
+    return {k: seen for k, x in named.items() if (seen := _seen(x)) is not None}
 
 
 def _numbers(tree: Any) -> list[Any]:

@@ -191,22 +191,17 @@ def averaged(function: Callable[[Fitted], Any], fitted: Fitted) -> Any:
 
 
 def _function_values(answers: FunctionValues, log_weights: Array) -> FunctionValues:
-    weights, (means, variances) = jnp.exp(log_weights), answers
-    mean = jnp.tensordot(weights, means, 1)
-    spread = variances + jnp.square(means - mean)
-    return FunctionValues(mean, jnp.tensordot(weights, spread, 1))
-
-
-def _joint(answers: FunctionValues, log_weights: Array) -> FunctionValues:
-    weights, (means, covariances) = jnp.exp(log_weights), answers
+    weights, (means, spreads) = jnp.exp(log_weights), answers
     mean = jnp.tensordot(weights, means, 1)
     apart = means - mean
-    if covariances.ndim == 4:  # of independent functions, one by one
-        apart = jnp.moveaxis(apart, -1, 1)
+    if spreads.shape == means.shape:
+        between = jnp.square(apart)
     else:
-        apart = apart.reshape(len(apart), -1)
-    between = apart[..., :, None] * apart[..., None, :]
-    return FunctionValues(mean, jnp.tensordot(weights, covariances + between, 1))
+        independent = spreads.ndim == 4  # functions one by one
+        apart = jnp.moveaxis(apart, -1, 1) if independent else apart
+        apart = apart.reshape(*spreads.shape[:-1])
+        between = apart[..., :, None] * apart[..., None, :]
+    return FunctionValues(mean, jnp.tensordot(weights, spreads + between, 1))
 
 
 def _observations(answers: Distribution, log_weights: Array) -> Distribution:
@@ -301,6 +296,6 @@ def _averages(answers: Array, log_weights: Array, **how: Any) -> Array:
 # prediction of a mixture, from those of its members (members first), the normalised
 # log-weights, and further arguments of the prediction.
 MIXED: dict[str, Callable[..., Any]] = {
-    "f": _function_values, "joint": _joint, "y": _observations, "log_prob": _density,
-    "draws": _draws, "average": _averages, "left_out": _left_out,
+    "f": _function_values, "joint": _function_values, "y": _observations,
+    "log_prob": _density, "draws": _draws, "average": _averages, "left_out": _left_out,
 }  # fmt: skip

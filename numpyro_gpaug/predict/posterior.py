@@ -24,7 +24,6 @@ from numpyro_gpaug._numpyro import one_thread, whole_plates
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.gaussians.dense import Moments
 from numpyro_gpaug.guides.base import ProcessGuide
-from numpyro_gpaug.likelihoods.expectations import Route
 from numpyro_gpaug.math.arrays import in_dtype_of, is_traced
 from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.calls import check_count, check_key
@@ -36,6 +35,7 @@ from numpyro_gpaug.model.latents import Structure
 from numpyro_gpaug.model.left_out import LeftOut
 from numpyro_gpaug.model.observations import check_observations
 from numpyro_gpaug.model.structure import from_cache
+from numpyro_gpaug.predict.answers import depending
 from numpyro_gpaug.predict.archive import SavedFit, read_fit, write_fit
 from numpyro_gpaug.predict.arguments import FitArguments
 from numpyro_gpaug.predict.averages import Averages, AveragesWanted, Contrast, Of
@@ -302,9 +302,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
     def observed(self) -> tuple[str, ...]:
         """Names of the observed sites that depend on latents, which can be predicted.
         Factors (:func:`numpyro.factor`) are not among them."""
-        sites = self.structure.observed
-        seen = [s for s in sites if s.route is not Route.CONSTANT]
-        return tuple(s.name for s in seen if not s.factor)
+        return tuple(s.name for s in depending(self.structure) if not s.factor)
 
     @property
     def quadrature_errors(self) -> dict[str, float]:

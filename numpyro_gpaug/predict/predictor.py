@@ -21,7 +21,6 @@ from numpyro_gpaug.gaussians.dense import Moments
 from numpyro_gpaug.gp.markov import numbers_of, times_of
 from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.guides.function_posterior import Fit
-from numpyro_gpaug.likelihoods.expectations import Route
 from numpyro_gpaug.math.arrays import is_traced
 from numpyro_gpaug.math.compiling import SMALL_OF_CHAINS, SMALL_OF_FEW, jit
 from numpyro_gpaug.math.sharding import mesh_of_latents, on_mesh
@@ -42,7 +41,7 @@ from numpyro_gpaug.model.structure import (
     from_cache,
     run_model,
 )
-from numpyro_gpaug.predict.answers import Answers, JointAnswers, one_of
+from numpyro_gpaug.predict.answers import Answers, JointAnswers, depending, one_of
 from numpyro_gpaug.predict.mixture import MIXED, Fitted, averaged, over_members
 from numpyro_gpaug.predict.summary import MAX_JOINT, NO_SITES, KnownSites, SiteMoments
 
@@ -90,10 +89,6 @@ class Predictor:
         names = tuple(site.name for site in structure.observed)
         model_at_fit = self._answers.with_times(self._without_data())
         self._padding = Padding(model_at_fit, names)
-
-    def is_current(self) -> bool:
-        """Whether the model is unchanged."""
-        return watched(self.model).version() == self.version
 
     def _cached(self, kind: str, key: Any, made: Callable[[], Any]) -> Any:
         """Return what is known about a key, which is made if necessary."""
@@ -500,7 +495,7 @@ class Predictor:
 
         :raises ValueError: if there are only factors.
         """
-        found = [s for s in self.structure.observed if s.route is not Route.CONSTANT]
+        found = depending(self.structure)
         factors = [s.name for s in found if s.factor]
         drawn = [s for s in found if not s.factor]
         if site in factors or (site is None and factors and not drawn):
@@ -648,7 +643,8 @@ def predictor_for(guide: ProcessGuide, model: Model, structure: Structure) -> Pr
     :param structure: the structure of the model, at any arguments.
     """
     found, structure = guide.predictors.get(id(model)), structure.sizeless()
-    if found is None or not found.is_current() or found.structure != structure:
+    known = watched(model).version(), structure
+    if found is None or (found.version, found.structure) != known:
         # The predictor holds the model, so no other model gets its id.
         found = guide.predictors[id(model)] = Predictor(model, structure, guide)
     return found

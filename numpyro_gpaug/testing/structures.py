@@ -78,10 +78,9 @@ def check_structure(
         jax.jit(jax.grad(partial(check.summary, dense=dense), allow_int=True))(problem)
         for dense in (False, True)
     )
-    for path, slope in jax.tree_util.tree_leaves_with_path(slopes):
-        found[f"the derivative in {jax.tree_util.keystr(path)}"] = slope
-    for path, slope in jax.tree_util.tree_leaves_with_path(dense):
-        expected[f"the derivative in {jax.tree_util.keystr(path)}"] = slope
+    for known, tree in ((found, slopes), (expected, dense)):
+        for path, slope in jax.tree_util.tree_leaves_with_path(tree):
+            known[f"the derivative in {jax.tree_util.keystr(path)}"] = slope
     for what, x in expected.items():
         if jax.dtypes.issubdtype(x.dtype, np.floating):
             _compare(what, found[what], x, tolerance)
