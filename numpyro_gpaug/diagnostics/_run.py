@@ -43,7 +43,6 @@ from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.closures import watched
 from numpyro_gpaug.model.expectation import of_site, scaled_sum
 from numpyro_gpaug.model.inspect import structure_of
-from numpyro_gpaug.model.latents import Structure
 from numpyro_gpaug.model.structure import (
     Observed,
     Trace,
@@ -285,12 +284,11 @@ class Programs:
     """Compiled programs for the draws of a guide, and for its model at the draws, for
     arguments of one shape. Tracing records the kinds of sites."""
 
-    def __init__(
-        self, model: Model, guide: Model, structure: Structure, arguments: Arguments
-    ) -> None:
-        self.model, self.guide = model, guide
-        self.structure = structure
-        self.top_level = frozenset(top_level(model, arguments))
+    def __init__(self, model: Model, guide: Model, arguments: Arguments) -> None:
+        whole: Any = whole_plates(model)
+        self.structure = structure = structure_of(Survey(whole, arguments))
+        self.model, self.guide = whole, guide
+        self.top_level = frozenset(top_level(whole, arguments))
         # Given a draw, weight vectors are known, and only the residuals of processes
         # remain to be integrated.
         self.given_weights = dataclasses.replace(structure, blocks=structure.processes)
@@ -298,7 +296,7 @@ class Programs:
         self.dims: dict[str, list[str]] = {}
         self.pseudo: set[str] = set()
         self.draw: Any = jit(jax.vmap(self._draw, (None, None, 0)))
-        self.prior: Any = prior_sampler(model)
+        self.prior: Any = prior_sampler(whole)
         self.at: Any = jit(jax.vmap(self._at, (None, None, 0, None, 0), (0, None)))
 
     def _draw(self, given: Arguments, params: Any, key: Array) -> tuple[Values, Array]:
@@ -366,12 +364,7 @@ def programs_for(model: Model, guide: Model, arguments: Arguments) -> Programs:
     :param guide: its guide.
     :param arguments: the model's arguments.
     """
-
-    def made() -> Programs:
-        whole: Any = whole_plates(model)
-        structure = structure_of(Survey(whole, arguments))
-        return Programs(whole, guide, structure, arguments)
-
+    made = partial(Programs, model, guide, arguments)
     key = model, guide, arguments.shapes, watched(model).version()
     return from_cache(_CACHE, key, made, _MAX_PROGRAMS)
 

@@ -64,3 +64,11 @@ class Elementwise(Distribution):
 
 # A method of NumPyro's class has this name, too.
 del Elementwise.validate_args
+
+
+class Located(Elementwise):
+    """An :class:`Elementwise` distribution whose first parameter is its mean."""
+
+    @property
+    def mean(self) -> Array:
+        return self._arrays()[0]

@@ -100,14 +100,14 @@ class ICAR(Field):
     def log_prob(self, value: Array) -> Array:
         graph, dtype = self.graph, self.dtype
         x = jnp.asarray(value, dtype) / self.scale[..., None]
-        constant = jnp.asarray(graph.log_det - graph.rank * LOG_2PI, dtype)
+        constant = jnp.asarray(graph.intrinsic.log_det - graph.rank * LOG_2PI, dtype)
         entries = self._sparse_precision().entries
         quadratic = sparse_cholesky.quadratic(graph.pattern, entries, x)
         return 0.5 * (constant - quadratic) - graph.rank * jnp.log(self.scale)
 
     @property
     def variance(self) -> Array:
-        variances = jnp.asarray(self.graph.variances, self.dtype)
+        variances = jnp.asarray(self.graph.intrinsic.variances, self.dtype)
         return jnp.square(self.scale[..., None]) * variances
 
     def _sparse_precision(self) -> SparsePrior:
@@ -115,7 +115,7 @@ class ICAR(Field):
         return SparsePrior(
             graph.pattern, jnp.asarray(graph.precision, dtype), _zero_sums(graph),
             jnp.zeros((), dtype), (self.scale[..., None],),
-            lambda: jnp.asarray(graph.log_det, dtype), sums=_row_sums(graph),
+            lambda: jnp.asarray(graph.intrinsic.log_det, dtype), sums=_row_sums(graph),
         )  # fmt: skip
 
 
@@ -190,7 +190,7 @@ class BYM2(Field):
 
     @property
     def variance(self) -> Array:
-        variances = jnp.asarray(self.graph.variances, self.dtype)
+        variances = jnp.asarray(self.graph.intrinsic.variances, self.dtype)
         unstructured, structured = map(jnp.square, self._scales)
         return unstructured + structured * variances
 
@@ -211,7 +211,7 @@ class BYM2(Field):
         return SparsePrior(
             Pattern.of(size + pattern.size, *places), jnp.asarray(values, dtype),
             of_field, jnp.zeros((), dtype), self._scales,
-            lambda: jnp.asarray(graph.log_det, dtype),
+            lambda: jnp.asarray(graph.intrinsic.log_det, dtype),
             sums=np.append(np.ones(size), _row_sums(graph)),
         )  # fmt: skip
 
@@ -245,7 +245,7 @@ def _log_prob_at_unit_scale(graph: Graph, x: Array, mixing: Array) -> Array:
     quadratic = quadratic + jnp.square(means).sum() / (1 - mixing)
     log_det = sparse_cholesky.log_det(pattern, values) + jnp.log(h[last]).sum()
     log_det = log_det + len(sizes) * jnp.log1p(-mixing)
-    return 0.5 * (jnp.asarray(graph.log_det, dtype) - log_det - quadratic)
+    return 0.5 * (jnp.asarray(graph.intrinsic.log_det, dtype) - log_det - quadratic)
 
 
 class GMRF(Field):

@@ -15,7 +15,7 @@ from numpyro.distributions import constraints
 from numpyro.distributions.kl import kl_divergence
 from numpyro.distributions.util import validate_sample
 
-from numpyro_gpaug.distributions._elementwise import Elementwise, parameter
+from numpyro_gpaug.distributions._elementwise import Elementwise, Located, parameter
 from numpyro_gpaug.distributions._gig_sampler import (
     sample_inverse_gaussian,
     sample_log,
@@ -301,7 +301,7 @@ def _kl_gig(q: GeneralizedInverseGaussian, r: GeneralizedInverseGaussian) -> Arr
     return _divergence(arrays[:3], arrays[3:])
 
 
-class InverseGaussian(Elementwise):
+class InverseGaussian(Located):
     r"""Inverse Gaussian (Wald) distribution with mean :math:`\mu` and shape
     :math:`\lambda`.
 
@@ -380,10 +380,6 @@ class InverseGaussian(Elementwise):
         log_scale = jnp.log(concentration) - 3 * jnp.log(x) - LOG_2PI
         out = 0.5 * (log_scale - jnp.square(gap))
         return jnp.where(positive, out, -jnp.inf)
-
-    @property
-    def mean(self) -> Array:
-        return self._arrays()[0]
 
     @property
     def variance(self) -> Array:

@@ -65,7 +65,7 @@ class Graph(ByContents):
     def precision(self) -> np.ndarray:
         """The entries of the scaled precision on :attr:`pattern`, float64."""
         parts = self.components
-        scaling = np.append(self._intrinsic.scaling, 1)[parts.labels]
+        scaling = np.append(self.intrinsic.scaling, 1)[parts.labels]
         weights = self.weights * scaling[self.rows]
         diagonal = _degrees(self, weights) + (parts.labels == len(parts.sizes))
         return entries(self.pattern, _symmetric(self, weights, diagonal))
@@ -83,20 +83,9 @@ class Graph(ByContents):
         found[self.pattern.diagonal[self.components.last]] *= 2
         return found
 
-    @property
-    def variances(self) -> np.ndarray:
-        """Marginal variances of the scaled field, (n,): their geometric mean over each
-        component is 1, and islands have variance 1."""
-        return self._intrinsic.variances
-
-    @property
-    def log_det(self) -> float:
-        """The logarithm of the product of the nonzero eigenvalues of the scaled
-        precision."""
-        return self._intrinsic.log_det
-
     @cached_property
-    def _intrinsic(self) -> _Intrinsic:
+    def intrinsic(self) -> Intrinsic:
+        """The scaled field that the precision defines."""
         labels, sizes, last = self.components
         degrees = _degrees(self, self.weights)
         diagonal = np.where(labels == len(sizes), 1, degrees)
@@ -115,7 +104,7 @@ class Graph(ByContents):
         # n times the determinant without one row and column.
         log_det += np.log(sizes / level).sum() + ((sizes - 1) * np.log(scaling)).sum()
         variances = variances / np.append(scaling, 1)[labels]
-        return _Intrinsic(variances, scaling, log_det)
+        return Intrinsic(variances, scaling, log_det)
 
 
 class Components(NamedTuple):
@@ -131,7 +120,16 @@ class Components(NamedTuple):
     last: np.ndarray
 
 
-class _Intrinsic(NamedTuple):
+class Intrinsic(NamedTuple):
+    """The intrinsic field of a graph.
+
+    :param variances: marginal variances of the scaled field, (n,): their geometric mean
+        over each component with edges is one, and islands have variance one.
+    :param scaling: the factor of the precision of each component.
+    :param log_det: the logarithm of the product of the nonzero eigenvalues of the
+        scaled precision.
+    """
+
     variances: np.ndarray
     scaling: np.ndarray
     log_det: float

@@ -13,11 +13,11 @@ from jax.typing import ArrayLike
 from numpyro.distributions import constraints
 from numpyro.distributions.util import validate_sample
 
-from numpyro_gpaug.distributions._elementwise import Elementwise, parameter
+from numpyro_gpaug.distributions._elementwise import Located, parameter
 from numpyro_gpaug.math.normal import LOG_2PI
 
 
-class NormalOfPrecision(Elementwise):
+class NormalOfPrecision(Located):
     """Normal observations with mean ``loc``, the first parameter."""
 
     @abstractmethod
@@ -35,10 +35,6 @@ class NormalOfPrecision(Elementwise):
         log_precision, precision = self._precision()
         square = precision * jnp.square(value - self.mean)
         return 0.5 * (log_precision - square - LOG_2PI)
-
-    @property
-    def mean(self) -> Array:
-        return self._arrays()[0]
 
 
 class HeteroscedasticNormal(NormalOfPrecision):

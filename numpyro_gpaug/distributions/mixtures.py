@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 from numpyro.distributions import constraints
 from numpyro.distributions.util import validate_sample
 
-from numpyro_gpaug.distributions._elementwise import Elementwise, parameter
+from numpyro_gpaug.distributions._elementwise import Elementwise, Located, parameter
 from numpyro_gpaug.math.blocks import by_elements
 from numpyro_gpaug.math.normal import LOG_2PI
 from numpyro_gpaug.math.quadrature import gaussian_nodes, log_gamma_nodes, peaked_nodes
@@ -192,7 +192,7 @@ def bisected_icdf(
     return number(lax.while_loop(wide, halve, (low, high))[1])
 
 
-class NormalLaplace(Elementwise):
+class NormalLaplace(Located):
     """The sum of a normal and a Laplace variable.
 
     :param loc: mean of the sum.
@@ -214,10 +214,6 @@ class NormalLaplace(Elementwise):
     loc_variance: Array = parameter(constraints.nonnegative)
     scale: Array = parameter(constraints.positive)
     support = constraints.real
-
-    @property
-    def mean(self) -> Array:
-        return self._arrays()[0]
 
     @property
     def variance(self) -> Array:
@@ -335,7 +331,7 @@ def normal_of_noise(mean: Array, variance: Array, log_noise: Array) -> dist.Norm
     return dist.Normal(mean[..., None], scale)
 
 
-class RealMixture(Elementwise):
+class RealMixture(Located):
     """Real observations with a scalar integrated out: a mixture over nodes of the
     scalar.
 
@@ -452,10 +448,6 @@ class NoiseMixture(RealMixture):
     def log_noise(self, latent: Array, other: Array) -> Array:
         """Return the logarithm of the variance of the noise."""
         raise NotImplementedError
-
-    @property
-    def mean(self) -> Array:
-        return self._arrays()[0]
 
     def components(self, *parameters: Array) -> tuple[Array, dist.Distribution]:
         loc, loc_variance, *latent, other = parameters

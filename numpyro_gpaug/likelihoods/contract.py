@@ -23,9 +23,7 @@ import jax.numpy as jnp
 from jax import Array, random
 from numpyro.distributions import Distribution
 
-from .expectations import register_expectation
-
-Parameters = dict[str, Array]
+from .expectations import Parameters, register_expectation
 
 # In the order of the draws: a function receives the auxiliaries that were drawn before.
 Conditionals = dict[str, Distribution | Callable[[dict[str, Array]], Distribution]]

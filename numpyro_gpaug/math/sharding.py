@@ -20,6 +20,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
+from numpyro_gpaug.math.arrays import is_traced
 from numpyro_gpaug.math.processes import text_of_every_process
 
 # The axes of a mesh over which rows and latents are divided.
@@ -77,7 +78,7 @@ def mesh_of_latents(tree: Any) -> Mesh | None:
     :param tree: a pytree of arrays.
     """
     for leaf in jax.tree.leaves(tree):
-        sharding = None if _traced(leaf) else getattr(leaf, "sharding", None)
+        sharding = None if is_traced(leaf) else getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding) and LATENTS in sharding.spec[:1]:
             devices: Any = sharding.mesh
             return rows_mesh(devices, ())
@@ -121,7 +122,7 @@ def rows_mesh(mesh: Mesh | None, arrays: Iterable[Any]) -> Mesh | None:
         return _lined_up(mesh, others[:1])
     latents_alone: Any = None
     for array in arrays:
-        sharding = None if _traced(array) else getattr(array, "sharding", None)
+        sharding = None if is_traced(array) else getattr(array, "sharding", None)
         if not isinstance(sharding, NamedSharding):
             continue
         if sharding.is_fully_replicated:
@@ -149,7 +150,7 @@ def partitioned(tree: Any) -> Any:
     """
 
     def auto(leaf: Any) -> Any:
-        sharding = None if _traced(leaf) else getattr(leaf, "sharding", None)
+        sharding = None if is_traced(leaf) else getattr(leaf, "sharding", None)
         if not isinstance(sharding, NamedSharding):
             return leaf
         mesh = sharding.mesh
@@ -171,7 +172,7 @@ def check_shards(tree: Any) -> None:
     shared = [
         x
         for x in jax.tree.leaves(tree)
-        if isinstance(x, jax.Array) and not _traced(x) and not x.is_fully_addressable
+        if isinstance(x, jax.Array) and not is_traced(x) and not x.is_fully_addressable
     ]
     if not shared:
         return
@@ -213,7 +214,7 @@ def placed(array: Any, mesh: Mesh, rows: int) -> Array:
     :param mesh: from :func:`rows_mesh`.
     :param rows: the number of data.
     """
-    if _traced(array):
+    if is_traced(array):
         return array
     whole = not array.ndim or len(array) != rows
     target = NamedSharding(mesh, PartitionSpec() if whole else PartitionSpec(ROWS))
@@ -334,7 +335,3 @@ def _constrained(array: Array, name: str, axis: int) -> Array:
     free: list[Any] = [PartitionSpec.UNCONSTRAINED] * array.ndim
     free[axis] = name
     return jax.lax.with_sharding_constraint(array, PartitionSpec(*free))
-
-
-def _traced(array: Any) -> bool:
-    return isinstance(array, jax.core.Tracer)

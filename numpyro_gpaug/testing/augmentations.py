@@ -22,10 +22,8 @@ from numpyro_gpaug.likelihoods.contract import (
     draw_auxiliaries,
     lookup_augmentation,
 )
-from numpyro_gpaug.likelihoods.expectations import lookup_expectation
+from numpyro_gpaug.likelihoods.expectations import Parameters, lookup_expectation
 from numpyro_gpaug.math.quadrature import gauss_hermite
-
-Parameters = dict[str, Array]
 
 
 def check_augmentation(
