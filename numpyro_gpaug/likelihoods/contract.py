@@ -102,6 +102,15 @@ class Augmentation(ABC):
         return (("aux",), tuple(self.latents))
 
 
+class ScaleMixture(Augmentation):
+    """A normal likelihood given its precision, the auxiliary."""
+
+    latents = ("loc",)
+
+    def natural(self, d, y, aux, f: Parameters) -> dict[str, tuple[Array, Array]]:
+        return {"loc": (y * aux["precision"], aux["precision"])}
+
+
 def label_sign(y: Array, like: Array) -> Array:
     """Return labels 0/1 as -1/+1, in the dtype of ``like``."""
     return 2 * jnp.asarray(y, like.dtype) - 1

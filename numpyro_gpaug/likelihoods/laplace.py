@@ -14,10 +14,10 @@ from numpyro_gpaug.distributions.generalized_inverse_gaussian import InverseGaus
 from numpyro_gpaug.distributions.mixtures import NormalLaplace
 from numpyro_gpaug.math.normal import expected_absolute
 
-from .contract import Augmentation, Conditionals, Parameters, power, register
+from .contract import Conditionals, Parameters, ScaleMixture, power, register
 
 
-class Laplace(Augmentation):
+class Laplace(ScaleMixture):
     r"""``y | w ~ N(f, 1 / w)``, ``1 / w ~ Exponential(1 / (2 b^2))``, ``b = scale``.
 
     The auxiliary is the precision ``w``, which enters the natural parameters linearly:
@@ -26,8 +26,6 @@ class Laplace(Augmentation):
     is ``-log(2 b) - sqrt((y - m)^2 + v) / b``. At ``f = y`` the conditional has no
     mean, so the residual is bounded below by the rounding error.
     """
-
-    latents = ("loc",)
 
     def bound(self, d, y, means: Parameters, variances: Parameters) -> Array:
         m, v = means["loc"], variances["loc"]
@@ -42,9 +40,6 @@ class Laplace(Augmentation):
         ratio = jnp.maximum(jnp.abs(y - loc) / scale, jnp.finfo(loc.dtype).eps)
         shape = 1 / jnp.square(scale)
         return {"precision": InverseGaussian(shape / ratio, shape)}
-
-    def natural(self, d, y, aux, f: Parameters) -> dict[str, tuple[Array, Array]]:
-        return {"loc": (y * aux["precision"], aux["precision"])}
 
 
 def _expected_log_prob(d, y, m: Array, v: Array) -> Array:

@@ -33,7 +33,7 @@ from jax import Array, lax
 from numpyro_gpaug.distributions.mixtures import NormalStudentT
 from numpyro_gpaug.math.blocks import by_elements
 
-from .contract import Augmentation, Conditionals, Parameters, register
+from .contract import Conditionals, Parameters, ScaleMixture, register
 
 
 @jax.custom_jvp
@@ -105,7 +105,7 @@ def _squares(d, y, m: Array, v: Array) -> tuple[Array, Array]:
     return jnp.square(y - m) * inverse, v * inverse
 
 
-class StudentT(Augmentation):
+class StudentT(ScaleMixture):
     r"""``y | w ~ N(f, 1 / w)`` with ``w ~ Gamma(df / 2, df scale^2 / 2)``, so that
     ``w | f ~ Gamma((df + 1) / 2, (df scale^2 + (y - f)^2) / 2)``.
 
@@ -113,8 +113,6 @@ class StudentT(Augmentation):
     is the log-density at ``(y - f)^2 = (y - m)^2 + v``, differentiable in ``df`` and
     ``scale``. It is not concave in ``m``, and may have local optima.
     """
-
-    latents = ("loc",)
 
     def bound(self, d, y, means: Parameters, variances: Parameters) -> Array:
         m, v = means["loc"], variances["loc"]
@@ -127,9 +125,6 @@ class StudentT(Augmentation):
         df = jnp.asarray(d.df, loc.dtype)
         rate = df * jnp.square(d.scale) + jnp.square(y - loc)
         return {"precision": dist.Gamma(0.5 * (df + 1), 0.5 * rate)}
-
-    def natural(self, d, y, aux, f: Parameters) -> dict[str, tuple[Array, Array]]:
-        return {"loc": (y * aux["precision"], aux["precision"])}
 
 
 _AUGMENTATION = StudentT()

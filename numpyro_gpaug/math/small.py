@@ -55,10 +55,6 @@ def _sums(left: Array, right: Array, **_: Any) -> Array:
     return (left[..., None] * right[..., None, :, :]).sum(-2)
 
 
-def _shape_of_product(left: Any, right: Any, **_: Any) -> Any:
-    return left.update(shape=(*left.shape[:-1], right.shape[-1]))
-
-
 def _mapped_product(
     both: tuple[Array, Array], axes: tuple[Any, Any], **_: Any
 ) -> tuple[Array, int]:
@@ -70,7 +66,9 @@ def _mapped_product(
 # Its parameter is that of ``dot_general``, which computes the same.
 _small_product = Primitive("small_product")
 _small_product.def_impl(jax.jit(_sums, static_argnames="dimension_numbers"))
-_small_product.def_abstract_eval(_shape_of_product)
+_small_product.def_abstract_eval(
+    lambda left, right, **_: left.update(shape=(*left.shape[:-1], right.shape[-1]))
+)
 ad.defbilinear(
     _small_product,
     lambda g, left, right, **_: product(g, right.mT),

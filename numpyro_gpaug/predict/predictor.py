@@ -119,11 +119,8 @@ class Predictor:
         :param structure: the structure of the model at these arguments.
         :param values: values of params and other latents.
         """
-
-        def found() -> Sources:
-            return sources(self.model, *arguments.merge(), structure, values)
-
-        return self._cached("sources", arguments.shapes, found)
+        given = self.model, *arguments.merge(), structure, values
+        return self._cached("sources", arguments.shapes, partial(sources, *given))
 
     @one_thread
     def __call__(
@@ -233,12 +230,8 @@ class Predictor:
         key = _kind(what, arguments, fitted, site, how)
         if self._cache.get(("fewer", key), (0,))[0] == padded.num_rows:
             self._cache.pop(("fewer", key))
-
-        def found() -> tuple[int, Any]:
-            shapes = self.shapes_of(what, arguments, fitted, site, **how)
-            return arguments.num_rows, shapes
-
-        return self._cached("fewer", key, found)
+        shapes_of = partial(self.shapes_of, what, arguments, fitted, site, **how)
+        return self._cached("fewer", key, lambda: (arguments.num_rows, shapes_of()))
 
     @one_thread
     def shapes_of(
