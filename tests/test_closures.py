@@ -84,7 +84,6 @@ def test_matrices_of_a_list_are_read_whatever_is_known_of_their_order():
 
 def test_runs_see_what_a_global_is_now(set_sd):
     svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
-    nested = gpaug.NestedVI(model, num_points=128, **QUIET)
     collapsed = gpaug.collapse(model)
     for sd in (0.7, 0.1):
         set_sd(sd)
@@ -92,6 +91,8 @@ def test_runs_see_what_a_global_is_now(set_sd):
             traced.clear()
             result = svi.run(KEY, 5, GROUP, Y, **QUIET)
             found = svi.posterior(result)["u"].mean
+            # Made anew, it has the programs of the last one.
+            nested = gpaug.NestedVI(model, num_points=128, **QUIET)
             nested.run(KEY, GROUP, Y)
             bounds = [
                 -result.losses[-1],

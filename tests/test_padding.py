@@ -184,7 +184,8 @@ def test_fits_of_a_guide_share_programs() -> None:
     first = used(model, lambda _: guide, "lbfgs")
     before, found = compilations(first), fitted(gpaug.ConjugateSVI(model, guide), 13)
     assert compilations(first) == before
-    np.testing.assert_array_equal(found.losses, fitted(first, 13).losses)
+    # The last digit depends on where in memory NumPy has put the rows.
+    np.testing.assert_allclose(found.losses, fitted(first, 13).losses, rtol=1e-6)
     for other in (
         gpaug.ConjugateSVI(model, guide, updates="exact"),
         gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model)),
@@ -194,8 +195,8 @@ def test_fits_of_a_guide_share_programs() -> None:
 
 
 def compilations(svi):
-    programs = svi._programs
-    return programs.advance.plain._cache_size(), programs.begin.plain._cache_size()
+    functions = svi._programs.advance, svi._programs.begin
+    return [sum(x._cache_size() for x in fn._programs.values()) for fn in functions]
 
 
 @pytest.mark.parametrize(

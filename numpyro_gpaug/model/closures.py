@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from functools import cache, lru_cache, partial
 from hashlib import blake2b
 from types import CodeType, FunctionType, MethodType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 import jax
@@ -30,6 +30,8 @@ from numpyro_gpaug.math.fingerprints import fingerprint
 _LIBRARIES = {"jax", "jaxlib", "numpy", "numpyro", "numpyro_gpaug", "builtins"}
 # Functions and names through which code reads attributes that it does not name.
 _BY_NAME = {"getattr", "vars", "__dict__", "asdict", "astuple", "fields", "tree"}
+
+T = TypeVar("T")
 
 
 @jax.tree_util.register_static
@@ -88,6 +90,8 @@ class Watched:
         self._inside = 0
         # Names of containers that the model itself changes when it runs.
         self.ignored: set[str] = set()
+        # What is compiled for the last version, by kind; see :meth:`shared`.
+        self._shared: tuple[Version | None, dict[Any, Any]] = None, {}
 
     def version(self) -> Version:
         """Return the version of the model, with the values that it reads now."""
@@ -104,6 +108,24 @@ class Watched:
         if len(self._versions) > _MOST:
             self._versions.pop(next(iter(self._versions)))
         return found
+
+    def shared(self, version: Version, kind: Any, make: Callable[[], T]) -> T:
+        """Return what all objects of one kind share while the model has one version.
+
+        :param version: the version. What was shared at another one is dropped.
+        :param kind: the kind.
+        :param make: makes what is shared.
+        """
+        if self._shared[0] is not version:
+            self._shared = version, {}
+        held = self._shared[1]
+        if kind not in held:
+            held[kind] = make()
+        return held[kind]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy of a function, in another process or not, begins anew.
+        return type(None), ()
 
     @contextmanager
     def running(
@@ -213,6 +235,8 @@ def count_run() -> None:
 
 
 _WATCHED: WeakValueDictionary[int, Watched] = WeakValueDictionary()
+# The attribute of a function that keeps its record alive.
+_HELD = "_numpyro_gpaug"
 
 
 def watched(model: Callable[..., Any]) -> Watched:
@@ -232,6 +256,9 @@ def watched(model: Callable[..., Any]) -> Watched:
     found = _WATCHED.get(id(model))
     if found is None or found.model is not model:
         found = _WATCHED[id(model)] = Watched(model)
+        if isinstance(model, FunctionType):
+            # It lives as long as the function, with what is compiled for it.
+            setattr(model, _HELD, found)
     return found
 
 
@@ -320,7 +347,8 @@ class _Reader(pickle.Pickler):
         self.names.update(facts.names)
         held = _read_by(fn, self._ignored)
         held |= {k: sys.modules[k] for k in facts.imports if k in sys.modules}
-        options = fn.__defaults__, fn.__kwdefaults__, vars(fn)
+        attributes = {k: x for k, x in vars(fn).items() if k != _HELD}
+        options = fn.__defaults__, fn.__kwdefaults__, attributes
         return _told(facts.code, (held, options))
 
     def _class(self, cls: type) -> tuple[Any, ...]:

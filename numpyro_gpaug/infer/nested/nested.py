@@ -195,9 +195,12 @@ class NestedVI(
         self._labels: Labels = {}
 
     def _begin(self) -> None:
-        self._bounds = CollapsedBounds(self.model, projected=True)
-        self._padding = Padding(self.model)
-        self._programs: dict[Any, Programs] = {}
+        def made() -> tuple[CollapsedBounds, Padding, dict[Any, Programs]]:
+            return CollapsedBounds(self.model, projected=True), Padding(self.model), {}
+
+        # A loop or a notebook cell that makes this object anew does not compile again.
+        shared = self._watch.shared(self._version, NestedVI, made)
+        self._bounds, self._padding, self._programs = shared
 
     # -- the interface of MCMC --------------------------------------------------------
 
@@ -557,10 +560,11 @@ class NestedVI(
 
     @one_thread
     def _programs_at(self, bound: CollapsedBound, arguments: Arguments) -> Programs:
+        draws = self._draws_at(bound)
         return from_cache(
             self._programs,
-            (bound, arguments.shapes),
-            lambda: Programs(bound, arguments, self._draws_at(bound)),
+            (bound, arguments.shapes, draws),
+            lambda: Programs(bound, arguments, draws),
         )
 
 
