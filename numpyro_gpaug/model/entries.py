@@ -351,10 +351,6 @@ class Entries:
         found = [rule(_namespace(*p), p, eqn.params) for p in parts]
         return [*zip(*found, strict=True)]
 
-    def _pad(self, eqn: Any, operands: list[Term]) -> list[Places]:
-        pairs = zip(*self._whole_terms(eqn, operands), strict=True)
-        return [tuple(_bound(eqn, operand, filler) for operand, filler in pairs)]
-
     def _dynamic_slice(self, eqn: Any, operands: list[Term]) -> list[Places]:
         source, *starts = operands
         if source.places is None or any(x.places is not None for x in starts):
@@ -369,14 +365,15 @@ class Entries:
         self.by_data = True
         return [self._moved(eqn, source.places, *(f() for f in known if f))]
 
-    def _dynamic_update_slice(self, eqn: Any, operands: list[Term]) -> list[Places]:
+    def _inserted(self, eqn: Any, operands: list[Term]) -> list[Places]:
+        """Return the places of one array within another, perhaps at known indices."""
         known = [x.value for x in operands[2:]]
         if None in known:
             return self._any_way(eqn, operands)
-        self.by_data = True
+        self.by_data |= bool(known)
         starts = [f() for f in known if f]
         pairs = zip(*self._whole_terms(eqn, operands)[:2], strict=True)
-        return [tuple(_bound(eqn, p, update, *starts) for p, update in pairs)]
+        return [tuple(_bound(eqn, p, other, *starts) for p, other in pairs)]
 
     def _any_way(
         self, eqn: Any, operands: list[Term], *, linear: bool = False
@@ -471,10 +468,10 @@ _REARRANGED: dict[str, Callable[[Any, Any, Any], Sequence[Any]]] = {
     ),
 }
 _RULES: dict[str, Callable[[Entries, Any, list[Term]], list[Places]]] = {
-    **dict.fromkeys(_REARRANGED, Entries._rearranged), "pad": Entries._pad,
+    **dict.fromkeys(_REARRANGED, Entries._rearranged), "pad": Entries._inserted,
     **dict.fromkeys(PRODUCTS, Entries._dot_general), "gather": Entries._gather,
     "dynamic_slice": Entries._dynamic_slice,
-    "dynamic_update_slice": Entries._dynamic_update_slice,
+    "dynamic_update_slice": Entries._inserted,
 }  # fmt: skip
 
 

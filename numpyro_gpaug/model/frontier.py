@@ -102,11 +102,10 @@ def frontier(
     :param columns: the axis, of size two, along which the one root is cut into two.
     """
     inputs = program.inputs.values()
-    reached = program.between([x for x in outputs if program.depends(x)], inputs)
+    moving = [x for x in outputs if program.depends(x)]
+    reached, used = program.between(moving, inputs), program.read_for(moving, inputs)
     # An output that is affine is a root itself, like everything else.
     found = [x for x in outputs if program.affine(x)]
-    read = [*outputs, *(x for operation in reached for x in operation.operands)]
-    used = {x for x in read if not isinstance(x, Literal)}
     for operation in reached:
         dependent = [x for x in operation.results if x in used and program.depends(x)]
         if not all(program.affine(x) for x in dependent):
@@ -127,9 +126,8 @@ def frontier(
         if value.state and value.token in places
     }
     rest = tuple(program.between(outputs, alike))
-    read = [*outputs, *(x for op in rest for x in op.operands)]
     made = {x for op in rest for x in op.results}
-    fixed = {x for x in read if not isinstance(x, Literal)} - made - set(alike)
+    fixed = program.read_for(outputs, alike) - made - set(alike)
     chosen = tuple(roots[token] for token in ordered)
     if columns is not None:
         chosen = _cut(program, chosen, columns)

@@ -232,10 +232,6 @@ class Reader:
 
     def equation(self, eqn: Any, operands: list[Value]) -> list[Value]:
         """Return the values of the results of one equation."""
-        if eqn.primitive.name == "scan":
-            return self._scanned(eqn, operands)
-        if eqn.primitive.name == "cond":
-            return self._conditional(eqn, operands)
         if eqn.primitive.name == "optimization_barrier":
             return operands
         called = called_jaxpr(eqn)
@@ -255,15 +251,17 @@ class Reader:
                 value._replace(state=_renamed(value.state, states, name))
                 for value in results
             ]
-        tokens = tuple(value.token for value in operands)
-        key = eqn.primitive.name, _static(eqn), tokens
-        state = self._primitive(eqn, operands) if any(states) else {}
-        several = len(eqn.outvars) > 1
-        return [
-            Value(self._moved(state, ("output", k)) if several else state,
-                   self.token(*key, k))
-            for k in range(len(eqn.outvars))
-        ]  # fmt: skip
+        key = _key(eqn, operands)
+        if eqn.primitive.name == "scan":
+            _, found = self.step(eqn, operands)
+        elif eqn.primitive.name == "cond":
+            found = self._conditional(eqn, operands)
+        else:
+            state = self._primitive(eqn, operands) if any(states) else {}
+            found, count = [state], len(eqn.outvars)
+            if count > 1:
+                found = [self._moved(state, ("output", k)) for k in range(count)]
+        return [Value(state, self.token(*key, k)) for k, state in enumerate(found)]
 
     def step(self, eqn: Any, operands: list[Value]) -> tuple[list[Value], list[State]]:
         """Return the values at the start of a step of a scan, and how its outputs
@@ -271,7 +269,7 @@ class Reader:
         carry stop growing. Entries count as mixed."""
         body = eqn.params["jaxpr"].jaxpr
         begin, count = carried_by(eqn, body)
-        key = "scan", _static(eqn), tuple(value.token for value in operands)
+        key = _key(eqn, operands)
         states = [_mixed(value.state, None) for value in operands]
         while True:
             starts = [
@@ -285,23 +283,15 @@ class Reader:
                 return starts, found
             states[begin : begin + count] = after
 
-    def _scanned(self, eqn: Any, operands: list[Value]) -> list[Value]:
-        key = "scan", _static(eqn), tuple(value.token for value in operands)
-        _, found = self.step(eqn, operands)
-        return [Value(state, self.token(*key, k)) for k, state in enumerate(found)]
-
-    def _conditional(self, eqn: Any, operands: list[Value]) -> list[Value]:
-        """Return the results of a conditional: affine if all branches are, and the
-        condition does not depend on the inputs."""
+    def _conditional(self, eqn: Any, operands: list[Value]) -> list[State]:
+        """Return the states of the results of a conditional: affine if all branches
+        are, and the condition does not depend on the inputs."""
         index, *given = operands
         branches = eqn.params["branches"]
         found = [self.interpret(branch.jaxpr, given) for branch in branches]
-        key = "cond", _static(eqn), tuple(value.token for value in operands)
         chosen = _mixed(index.state, "cond")
-        return [
-            Value(_join([chosen, *(x.state for x in each)]), self.token(*key, k))
-            for k, each in enumerate(zip(*found, strict=True))
-        ]
+        each = zip(*found, strict=True)
+        return [_join([chosen, *(value.state for value in x)]) for x in each]
 
     def _primitive(self, eqn: Any, operands: list[Value]) -> State:
         name = eqn.primitive.name
@@ -332,18 +322,12 @@ class Reader:
     def _side_by_side(self, eqn: Any, operands: list[Value]) -> State:
         """Return the state of a concatenation, in which each output element still
         depends on one input element."""
-        joined = _join([value.state for value in operands])
+        states, none = [value.state for value in operands], Dependence(-1, None)
+        joined = _join(states)
         for key, d in joined.items():
-            pieces = [
-                value.state[key].alignment if key in value.state else -1
-                for value in operands
-            ]
-            whole = (
-                None
-                if None in pieces
-                else self.token("pieces", _static(eqn), tuple(pieces))
-            )
-            joined[key] = Dependence(whole, d.nonlinear)
+            pieces = tuple(state.get(key, none).alignment for state in states)
+            whole = self.token("pieces", _static(eqn), pieces)
+            joined[key] = Dependence(None if None in pieces else whole, d.nonlinear)
         return joined
 
 
@@ -431,6 +415,12 @@ def _renamed(state: State, operands: list[State], name: str | None) -> State:
         )
         for key, d in state.items()
     }
+
+
+def _key(eqn: Any, operands: list[Value]) -> tuple[Hashable, ...]:
+    """Return what determines the results of an equation."""
+    tokens = tuple(value.token for value in operands)
+    return eqn.primitive.name, _static(eqn), tokens
 
 
 def _static(eqn: Any) -> str:

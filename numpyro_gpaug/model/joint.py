@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.extend.core import Literal
 
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.gaussians.base import Change, StructurePrior
@@ -430,8 +429,7 @@ class JointView(View):
 
     @property
     def _root_shapes(self) -> list[Any]:
-        avals = self._program.avals
-        return [x.aval if isinstance(x, Literal) else avals[x] for x in self._roots]
+        return [*map(self._program.aval, self._roots)]
 
     @property
     def rows(self) -> int:

@@ -92,9 +92,7 @@ class Listing:
         :param fn: the function of their values.
         :param variables: numbers of variables, or literals.
         """
-        avals: list[Any] = [
-            x.aval if isinstance(x, Literal) else self.avals[x] for x in variables
-        ]
+        avals = map(self.aval, variables)
         shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
         (result,) = self.write(jax.make_jaxpr(fn)(*shapes).jaxpr, [], [*variables])
         return result
@@ -140,6 +138,11 @@ class Listing:
         self.operations.append(Operation(eqn, operands, tuple(results)))
         self.makers |= dict.fromkeys(results, self.operations[-1])
         return results
+
+    def aval(self, variable: int | Literal) -> Any:
+        """Return the shape and dtype of a variable."""
+        found: Any = variable
+        return found.aval if isinstance(variable, Literal) else self.avals[variable]
 
     def value(self, variable: int | Literal) -> Value:
         """Return the known dependence of a variable on the inputs."""
