@@ -124,8 +124,8 @@ class Watched:
         return held[kind]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy of a function, in another process or not, begins anew.
-        return type(None), ()
+        # In another process the model has other versions.
+        return watched, (self.model,)
 
     @contextmanager
     def running(
