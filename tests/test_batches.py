@@ -495,3 +495,19 @@ def test_precisions_stay_positive_definite_and_symmetric_beside_singular_kernels
     precision = svi.run(KEY, 100, batches, **given).params["f.v_auto_precision"]
     assert np.linalg.eigvalsh(precision).min() > 0
     assert np.abs(precision - precision.T).max() < 1e-6 * np.abs(precision).max()
+
+
+def test_hyperparameters_on_batches_turn_back_where_the_model_cannot_be_evaluated():
+    def model(X, y=None):
+        scale = numpyro.sample("scale", dist.LogNormal(0, 1))
+        slope = numpyro.sample("slope", dist.Normal(0, 1))
+        with numpyro.plate("data", len(X)):
+            broken = jnp.where(scale < 0.5, jnp.nan, scale)
+            numpyro.sample("y", dist.Normal(slope * X[:, 0], broken), obs=y)
+
+    X = np.linspace(-1, 1, 400, dtype=np.float32)[:, None]
+    batches = gpaug.Batches((X, 2 * X[:, 0]), 100)
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model), optax.adam(0.1))
+    found = svi.run(KEY, 100, batches, progress_bar=False)
+    assert 0.5 <= found.params["scale_auto_loc"] < 0.6
+    np.testing.assert_allclose(svi.posterior(found)["slope"].mean, 2, rtol=0.1)

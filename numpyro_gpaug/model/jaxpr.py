@@ -258,9 +258,9 @@ class Reader:
             found = self._conditional(eqn, operands)
         else:
             state = self._primitive(eqn, operands) if any(states) else {}
-            found, count = [state], len(eqn.outvars)
-            if count > 1:
-                found = [self._moved(state, ("output", k)) for k in range(count)]
+            found = [state] * len(eqn.outvars)
+            if len(found) > 1:
+                found = [self._moved(x, ("output", k)) for k, x in enumerate(found)]
         return [Value(state, self.token(*key, k)) for k, state in enumerate(found)]
 
     def step(self, eqn: Any, operands: list[Value]) -> tuple[list[Value], list[State]]:

@@ -114,8 +114,10 @@ class ConjugateSVI(RunsModel, NotPickled, instead=_UNPICKLED):
     highest bound.
 
     *Minibatches* (a plate with ``subsample_size``): epochs are shuffled, and the step
-    size decays. A step is halved while the bound of its rows falls. Batches may also be
-    passed in, ``update(state, X[idx], y[idx])`` inside ``plate(name, N,
+    size decays. A step is halved while the bound of its rows falls. An update of the
+    hyperparameters after which the bound or its gradient is not finite (a kernel matrix
+    that is singular in float32) is undone. Batches may also be passed in,
+    ``update(state, X[idx], y[idx])`` inside ``plate(name, N,
     subsample_size=len(idx))``. A run evaluates the bound every 100 steps on fixed
     batches. If learning has made it fall for 200 steps, the run returns to the best
     state, continues at half the rate, and warns.

@@ -22,7 +22,12 @@ from numpyro_gpaug.infer.vi.plan import Plan, constrained
 from numpyro_gpaug.infer.vi.resolution import lost
 from numpyro_gpaug.infer.vi.schedules import Adaptive, Schedule, as_schedule
 from numpyro_gpaug.infer.vi.settling import SETTLED, Place, settled
-from numpyro_gpaug.infer.vi.state import ConjugateState, Hyper, flagged
+from numpyro_gpaug.infer.vi.state import (
+    ConjugateState,
+    Hyper,
+    flagged,
+    unknown_bound,
+)
 from numpyro_gpaug.infer.vi.sweeps import backtracked_sweep, damped_sweep
 from numpyro_gpaug.model.arguments import Arguments, Values
 
@@ -172,7 +177,7 @@ class Stepper:
     def _batch_step(self, state: ConjugateState) -> ConjugateState:
         """Take a step on a minibatch, or with other latents drawn at random. Bounds
         cannot be compared, so the step size decays instead."""
-        key = self.key(state)
+        key, begun = self.key(state), state
         indices, epochs = next_batch(self._structure, state.epochs, key)
         values = moved(state.hyper)
         whole, pullback = self.problem_and_pullback(values, key, indices)
@@ -210,7 +215,7 @@ class Stepper:
             schedule=schedules, epochs=epochs, bound=bound,
             unreached=whole.shares_unreached,
         )  # fmt: skip
-        return flagged(new, hyper)
+        return without_failure(begun, flagged(new, hyper))
 
     def _refuse_adaptive(self, problem: LatentGaussian) -> None:
         if isinstance(self._schedule, Adaptive) and any(
@@ -395,6 +400,25 @@ def limited(hyper: Hyper, size: Array) -> Hyper:
         return jnp.clip(update, -most, most)
 
     return hyper._replace(update=jax.tree.map(cut, hyper.update))
+
+
+def without_failure(state: ConjugateState, new: ConjugateState) -> ConjugateState:
+    """Return the state after a step on a minibatch, or the one before, without its
+    pending update, if bound or gradient are not finite after it: hyperparameters may
+    wander to where kernel matrices are singular in this dtype. A step without a pending
+    update, which would fail again, is not undone.
+
+    :param state: the state before the step.
+    :param new: the state after it, with a bound of NaN if it failed.
+    """
+    updates = [jnp.any(x != 0) for x in jax.tree.leaves(state.hyper.update)]
+    if not updates:
+        return new
+    known = state.bound > unknown_bound(state.bound.dtype)
+    undone = ~jnp.isfinite(new.bound) & known & jnp.stack(updates).any()
+    still = jax.tree.map(jnp.zeros_like, state.hyper.update)
+    before = state._replace(hyper=state.hyper._replace(update=still))
+    return jax.tree.map(partial(jnp.where, undone), before, new)
 
 
 def refused(hyper: Hyper) -> Hyper:
