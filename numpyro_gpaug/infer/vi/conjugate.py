@@ -116,7 +116,8 @@ class ConjugateSVI(RunsModel, NotPickled, instead=_UNPICKLED):
     *Minibatches* (a plate with ``subsample_size``): epochs are shuffled, and the step
     size decays. A step is halved while the bound of its rows falls. An update of the
     hyperparameters after which the bound or its gradient is not finite (a kernel matrix
-    that is singular in float32) is undone. Batches may also be passed in,
+    that is singular in float32) is undone, the rate is halved, and the run warns; after
+    ten of them it raises an error. Batches may also be passed in,
     ``update(state, X[idx], y[idx])`` inside ``plate(name, N,
     subsample_size=len(idx))``. A run evaluates the bound every 100 steps on fixed
     batches. If learning has made it fall for 200 steps, the run returns to the best
@@ -479,6 +480,7 @@ class ConjugateSVI(RunsModel, NotPickled, instead=_UNPICKLED):
         )
         stop, guards = Stop(plan, tol), plan.noisy and plan.optim is not None
         guard = Guard(feed.bounds, num_steps if guards else 0)
+        rate = float(state.hyper.scale)
         start = partial(self.init, rng_key, *args, init_params=init_params, **kwargs)
         turns = turns and given.batches is None and not plan.noisy
         losses: list[np.ndarray] = []
@@ -524,6 +526,8 @@ class ConjugateSVI(RunsModel, NotPickled, instead=_UNPICKLED):
         if turns and rounded and self._turn(state, given):
             return None
         self._warn(state, plan, given, start if init_state is None else None, ended)
+        if plan.noisy:
+            guard.warn_of_failures(rate / float(state.hyper.scale))
         # If all scales are fixed, the user has chosen them.
         rests = progress.at_rest and bool(plan.transforms)
         if given.batches is None and not plan.noisy and rests:

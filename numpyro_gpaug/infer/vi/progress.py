@@ -9,6 +9,7 @@ decrease."""
 
 from __future__ import annotations
 
+import math
 import signal
 import sys
 import threading
@@ -249,6 +250,22 @@ class Guard:
         if self._worse == 0 or (self._worse < _PATIENCE and not last):
             return state
         return self._restore(state, best, bound)
+
+    def warn_of_failures(self, slower: float) -> None:
+        """Warn if steps undid updates of hyperparameters, each of which halves the
+        rate.
+
+        :param slower: the rate at the start of the run over the rate at its end.
+        """
+        if undone := round(math.log2(slower)) - len(self.restored):
+            warnings.warn(
+                f"{undone} updates of hyperparameters were undone, and each time the "
+                "rate of optim was halved, because the bound or its gradient was not "
+                "finite after them. Check whether the model can be evaluated there (a "
+                "kernel matrix close to singular needs float64 or fewer inducing "
+                "inputs), or lower the rate of optim",
+                stacklevel=4,
+            )
 
     def _restore(
         self, state: ConjugateState, best: _Best, bound: float

@@ -33,6 +33,10 @@ from numpyro_gpaug.model.arguments import Arguments, Values
 
 # The smallest part of a pending update that is tried before a new one.
 LEAST_SCALE = 0.1
+# The smallest share of the rate on minibatches from which failures halve it.
+LEAST_RATE = 2.0**-9
+# An update of a hyperparameter, in unconstrained units, that is too long to be undone.
+LONGEST = 10.0
 # The largest change of hyperparameters per step, relative to the step size of the
 # posterior.
 LARGEST_PART = 0.5
@@ -403,21 +407,28 @@ def limited(hyper: Hyper, size: Array) -> Hyper:
 
 
 def without_failure(state: ConjugateState, new: ConjugateState) -> ConjugateState:
-    """Return the state after a step on a minibatch, or the one before, without its
-    pending update, if bound or gradient are not finite after it: hyperparameters may
-    wander to where kernel matrices are singular in this dtype. A step without a pending
-    update, which would fail again, is not undone.
+    """Return the state after a step on a minibatch. If bound or gradient are not finite
+    there, return the state before, without its pending update, and with half of the
+    rate of further ones: hyperparameters may wander to where kernel matrices are
+    singular in this dtype. Failures are not undone if the rate has been halved ten
+    times, if the update was larger than any sound rate makes it, nor after a step
+    without an update, which would fail again.
 
     :param state: the state before the step.
     :param new: the state after it, with a bound of NaN if it failed.
     """
-    updates = [jnp.any(x != 0) for x in jax.tree.leaves(state.hyper.update)]
-    if not updates:
+    moves = [jnp.abs(x).max() for x in jax.tree.leaves(state.hyper.update) if x.size]
+    if not moves:
         return new
     known = state.bound > unknown_bound(state.bound.dtype)
-    undone = ~jnp.isfinite(new.bound) & known & jnp.stack(updates).any()
-    still = jax.tree.map(jnp.zeros_like, state.hyper.update)
-    before = state._replace(hyper=state.hyper._replace(update=still))
+    longest = state.hyper.scale * jnp.stack(moves).max()
+    may = known & (state.hyper.scale > LEAST_RATE) & (longest > 0)
+    undone = may & (longest < LONGEST) & ~jnp.isfinite(new.bound)
+    hyper = state.hyper._replace(
+        update=jax.tree.map(jnp.zeros_like, state.hyper.update),
+        scale=state.hyper.scale / 2,
+    )
+    before = state._replace(hyper=hyper)
     return jax.tree.map(partial(jnp.where, undone), before, new)
 
 
