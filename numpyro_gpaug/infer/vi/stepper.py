@@ -314,7 +314,7 @@ class Stepper:
                     1, self.plan.settings.hyper_steps, one_more, carry
                 )
             update, optim_state = carry
-            # With minibatches it is the learning rate, which only the guard lowers.
+            # With minibatches it is the rate, which the guard and failures lower.
             scale = jnp.ones_like(hyper.scale) if self._comparable else hyper.scale
             return Hyper(values, update, scale, optim_state)
 
