@@ -416,3 +416,20 @@ def test_slopes_of_a_projection_and_of_the_variance_that_it_leaves() -> None:
         )
     np.testing.assert_allclose(single, double, atol=1e-5 * len(X))
     np.testing.assert_allclose(curved, expected, rtol=1e-6)
+
+
+def test_a_fit_that_rounding_stops_at_once_warns() -> None:
+    """Without it, a start where the rate overflows was the result, "converged"."""
+
+    def model(group, x, y=None):
+        b = numpyro.sample("b", dist.Normal(0, 1))
+        with numpyro.plate("groups", 20):
+            a = numpyro.sample("a", dist.Normal(0, 1))
+        with numpyro.plate("data", len(x)):
+            numpyro.sample("y", dist.Poisson(jnp.exp(a[group] * b * x)), obs=y)
+
+    rng = np.random.default_rng(1)
+    data = rng.integers(0, 20, 200), rng.normal(size=200), rng.poisson(1.0, 200)
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
+    with pytest.warns(UserWarning, match="the fit may have stopped anywhere"):
+        svi.run(jax.random.key(0), 5, *data, progress_bar=False)

@@ -167,10 +167,8 @@ def _count_density(d, y, mean: Array, normaliser: Array) -> Array:
 def _count_predictive(d, mean: Array, variance: Array, *covariance: Array):
     if not covariance:
         pairs = len(pair_places(mean.shape[-1])[0])
-        d, covariance = (
-            traceable(d),
-            (jnp.zeros((*mean.shape[:-1], pairs), mean.dtype),),
-        )
+        d = traceable(d)
+        covariance = (jnp.zeros((*mean.shape[:-1], pairs), mean.dtype),)
     logits = nodes_of(mean, variance, *covariance)
     weights = jnp.full(len(logits), 1 / len(logits), mean.dtype)
     leaves, treedef = jax.tree.flatten(Ordered(d))

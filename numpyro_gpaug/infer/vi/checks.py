@@ -259,6 +259,25 @@ def check_plates(structure: Structure, passed: tuple[str, ...], state: Any) -> N
 _LARGE_LOSS, _WORSE, _PRIOR = 10.0, 5.0, 15.0
 
 
+def warn_of_size(loss: np.floating, rows: int) -> None:
+    """Warn if rounding of the bound hides a nat for every row: then no step is seen to
+    improve the fit, and it seems to have converged where it started.
+
+    :param loss: minus the bound, in the dtype of the fit.
+    :param rows: the number of rows.
+    """
+    hidden = float(loss) * float(np.finfo(loss.dtype).eps)
+    if hidden > max(rows, 1):
+        warnings.warn(
+            f"the bound is {-float(loss):.3g} nats for {rows} rows, of which rounding "
+            f"hides {hidden:.2g}: the fit may have stopped anywhere. Likely causes: a "
+            "rate that overflows where the fit starts, such as exp of a product of "
+            "latents (add an intercept, or narrow their priors), or data in units far "
+            "from the model's",
+            stacklevel=5,
+        )
+
+
 def warn_of_units(
     loss: float,
     model: Model,

@@ -22,6 +22,7 @@ from numpyro_gpaug.infer.vi.checks import (
     CheckedData,
     check_alike,
     check_run,
+    warn_of_size,
     warn_of_units,
 )
 from numpyro_gpaug.infer.vi.feeds import InMemory, RunArguments
@@ -480,7 +481,7 @@ class ConjugateSVI(RunsModel, NotPickled, instead=_UNPICKLED):
         )
         stop, guards = Stop(plan, tol), plan.noisy and plan.optim is not None
         guard = Guard(feed.bounds, num_steps if guards else 0)
-        rate = float(state.hyper.scale)
+        rate = float(state.hyper.scale) if guards else 1.0
         start = partial(self.init, rng_key, *args, init_params=init_params, **kwargs)
         turns = turns and given.batches is None and not plan.noisy
         losses: list[np.ndarray] = []
@@ -526,13 +527,15 @@ class ConjugateSVI(RunsModel, NotPickled, instead=_UNPICKLED):
         if turns and rounded and self._turn(state, given):
             return None
         self._warn(state, plan, given, start if init_state is None else None, ended)
-        if plan.noisy:
+        if guards:
             guard.warn_of_failures(rate / float(state.hyper.scale))
-        # If all scales are fixed, the user has chosen them.
-        rests = progress.at_rest and bool(plan.transforms)
-        if given.batches is None and not plan.noisy and rests:
-            loss = float(np.concatenate(losses)[-1])
-            warn_of_units(loss, self.model, plan.structure, given.args, given.kwargs)
+        if given.batches is None and not plan.noisy:
+            loss = losses[-1][-1]
+            warn_of_size(loss, Arguments.split(given.args, given.kwargs).num_rows)
+            # If all scales are fixed, the user has chosen them.
+            if progress.at_rest and plan.transforms:
+                at = self.model, plan.structure, given.args, given.kwargs
+                warn_of_units(float(loss), *at)
         params = taken.params
         if params is None or state is not taken.state:
             params = self.get_params(state)

@@ -264,7 +264,7 @@ class Guard:
                 "finite after them. Check whether the model can be evaluated there (a "
                 "kernel matrix close to singular needs float64 or fewer inducing "
                 "inputs), or lower the rate of optim",
-                stacklevel=4,
+                stacklevel=5,
             )
 
     def _restore(

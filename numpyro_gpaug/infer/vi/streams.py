@@ -85,9 +85,8 @@ class Stream(NotPickled, instead="save the posterior, stream.posterior.save(path
         updates, whose rate limits the change in one batch; ``None``, not at all.
         Inducing inputs that are a param stay fixed. Use float64 for long streams if
         kernel matrices are close to singular (a squared exponential with inducing
-        inputs close together): in float32 each batch that changes hyperparameters
-        loses some of what earlier ones said, which adds up to a good part of a
-        standard deviation over a hundred batches. ``None`` does not lose it.
+        inputs close together): tracking drops what earlier batches say about
+        directions that float32 does not resolve. ``None`` does not.
     :raises NotImplementedError: for a joint posterior
         (:class:`~numpyro_gpaug.AutoLatentGaussian`), and for one that averages over
         hyperparameters.
