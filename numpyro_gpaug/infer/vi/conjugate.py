@@ -529,8 +529,10 @@ class ConjugateSVI(RunsModel, NotPickled, instead=_UNPICKLED):
         self._warn(state, plan, given, start if init_state is None else None, ended)
         if guards:
             guard.warn_of_failures(rate / float(state.hyper.scale))
-        if given.batches is None and not plan.noisy:
-            loss = losses[-1][-1]
+        # The last loop may have no steps.
+        found = np.concatenate(losses)
+        if given.batches is None and not plan.noisy and len(found):
+            loss = found[-1]
             warn_of_size(loss, Arguments.split(given.args, given.kwargs).num_rows)
             # If all scales are fixed, the user has chosen them.
             if progress.at_rest and plan.transforms:
@@ -540,7 +542,7 @@ class ConjugateSVI(RunsModel, NotPickled, instead=_UNPICKLED):
         if params is None or state is not taken.state:
             params = self.get_params(state)
         return ConjugateResult(
-            params, state, np.concatenate(losses), given.args, given.kwargs,
+            params, state, found, given.args, given.kwargs,
             guard.restored, stopped=progress.at_rest, version=self._version,
             whole=given.batches is None,
         )  # fmt: skip
