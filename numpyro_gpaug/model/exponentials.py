@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Log-densities that are affine in a predictor and in exponentials of it.
+r"""Sums of exponentials of a predictor.
 
-They are
+Log-densities may be affine in a predictor and in exponentials of it,
 
 .. math:: a + b \eta + \sum_k c_k \exp(d_k \eta + e_k),
 
 as for Poisson, gamma, exponential and Weibull distributions with ``exp(eta)`` for a
 rate or a mean. Under ``eta ~ N(m, v)`` their expectation is ``a + b m + sum_k c_k
-exp(d_k m + e_k + d_k^2 v / 2)``.
-
-The operations between predictor and density are evaluated on such sums.
+exp(d_k m + e_k + d_k^2 v / 2)``. The operations between predictor and density are
+evaluated on such sums.
 """
 
 from __future__ import annotations
@@ -17,17 +16,20 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from functools import partial, reduce
+from math import prod
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from numpyro_gpaug.math.equations import applied, walked
-from numpyro_gpaug.model.frontier import Frontier
 from numpyro_gpaug.model.jaxpr import COPIES, MOVES, called_jaxpr, is_linear
 
 _MOVES = MOVES | COPIES
+# Operations that do the same to every number of a sum.
+_PLACED = _MOVES | {"gather", "dynamic_slice", "reduce_sum"}
 
 
 class NoFormError(Exception):
@@ -49,9 +51,6 @@ class ExponentialSum:
     terms: tuple[tuple[Array, Array, Array], ...]
     mean: Array
     variance: Array
-
-    # NumPy arrays defer arithmetic to this class.
-    __array_ufunc__: ClassVar[None] = None
 
     @property
     def expectation(self) -> Array:
@@ -83,64 +82,74 @@ class ExponentialSum:
         made: Any = tuple(tuple(map(whole, term)) for term in terms)
         return replace(self, affine=affine, terms=made)
 
-    def __neg__(self) -> ExponentialSum:
-        return self * -1
+    @classmethod
+    def of_exponent(cls, x: Array) -> ExponentialSum:
+        """Return an array that depends on no predictor as a sum."""
+        return cls((x, jnp.zeros_like(x)), (), x, x)
 
-    def __add__(self, other: Any) -> ExponentialSum:
-        if not isinstance(other, ExponentialSum):
-            a, b = self.affine or (0, 0)
-            return self.replaced((a + other, b), *self.terms)
-        parts = [x.affine for x in (self, other) if x.affine is not None]
-        affine = tuple(sum(each) for each in zip(*parts, strict=True)) or None
-        return self.replaced(affine, *self.terms, *other.terms)
-
-    def __sub__(self, other: Any) -> ExponentialSum:
-        return self + (-other)
-
-    def __mul__(self, other: Any) -> ExponentialSum:
-        if isinstance(other, ExponentialSum):
-            (c, d, e), (f, g, h) = self.single(), other.single()
-            return self.replaced(None, (c * f, d + g, e + h))
-        affine = self.affine and tuple(x * other for x in self.affine)
-        return self.replaced(affine, *((c * other, d, e) for c, d, e in self.terms))
-
-    def __truediv__(self, other: Any) -> ExponentialSum:
-        one = 1 / other if isinstance(other, ExponentialSum) else 1 / jnp.asarray(other)
-        return self * one
-
-    def __rtruediv__(self, other: Any) -> ExponentialSum:
-        c, d, e = self.single()
-        return self.replaced(None, (other / c, -d, -e))
-
-    __radd__, __rmul__ = __add__, __mul__
-
-    def __rsub__(self, other: Any) -> ExponentialSum:
-        return -self + other
-
-    def exp(self) -> ExponentialSum:
-        """Return its exponential, if the sum itself contains none."""
-        if self.terms or self.affine is None:
-            raise NoFormError
-        a, b = self.affine
-        return self.replaced(None, (1, b, a))
-
-    def log(self) -> ExponentialSum:
-        """Return its logarithm, if it is a single exponential."""
-        c, d, e = self.single()
-        return self.replaced((jnp.log(c) + e, d))
-
-    def chosen(self, here: Array) -> ExponentialSum:
-        """Return the sum where ``here`` is true, and zero elsewhere."""
-        masked = jax.tree.map(lambda x: jnp.where(here, x, 0), self)
-        return replace(masked, mean=self.mean, variance=self.variance)
+    def scaled(self, by: Callable[[Array], Array]) -> ExponentialSum:
+        """Return the sum with a, b and every c multiplied by a number."""
+        affine = self.affine and tuple(map(by, self.affine))
+        return self.replaced(affine, *((by(c), d, e) for c, d, e in self.terms))
 
 
-_BINARY: dict[str, Callable[..., ExponentialSum]] = {
-    "add": operator.add, "add_any": operator.add, "sub": operator.sub,
-    "mul": operator.mul, "div": operator.truediv,
-}  # fmt: skip
-_UNARY: dict[str, Callable[[ExponentialSum], ExponentialSum]] = {
-    "neg": operator.neg, "exp": ExponentialSum.exp, "log": ExponentialSum.log,
+def _plus(x: Any, y: Any) -> ExponentialSum:
+    if not isinstance(x, ExponentialSum):
+        x, y = y, x
+    other = y if isinstance(y, ExponentialSum) else x.replaced((y, 0))
+    parts = [part.affine for part in (x, other) if part.affine is not None]
+    affine = tuple(reduce(operator.add, each) for each in zip(*parts, strict=True))
+    return x.replaced(affine or None, *x.terms, *other.terms)
+
+
+def _times(x: Any, y: Any) -> Any:
+    if isinstance(x, ExponentialSum) and isinstance(y, ExponentialSum):
+        (c, d, e), (f, g, h) = x.single(), y.single()
+        return x.replaced(None, (c * f, d + g, e + h))
+    if not isinstance(x, ExponentialSum):
+        x, y = y, x
+    return x.scaled(lambda k: k * y) if isinstance(x, ExponentialSum) else x * y
+
+
+def _power(base: Any, exponent: Any) -> Any:
+    if isinstance(exponent, ExponentialSum):
+        raise NoFormError
+    if not isinstance(base, ExponentialSum):
+        return jnp.power(base, exponent)
+    c, d, e = base.single()
+    return base.replaced(None, (c**exponent, d * exponent, e * exponent))
+
+
+def _exp(x: ExponentialSum) -> ExponentialSum:
+    if x.terms or x.affine is None:
+        raise NoFormError
+    a, b = x.affine
+    return x.replaced(None, (1, b, a))
+
+
+def _log(x: ExponentialSum) -> ExponentialSum:
+    c, d, e = x.single()
+    return x.replaced((jnp.log(c) + e, d))
+
+
+def _selected(which: Any, *cases: Any) -> ExponentialSum:
+    if isinstance(which, ExponentialSum):
+        raise NoFormError
+    (like, *_) = (x for x in cases if isinstance(x, ExponentialSum))
+
+    def chosen(i: int, x: Any) -> ExponentialSum:
+        case = x if isinstance(x, ExponentialSum) else like.replaced((x, 0))
+        return case.scaled(lambda k: jnp.where(which == i, k, 0))
+
+    return reduce(_plus, map(chosen, range(len(cases)), cases))
+
+
+_RULES: dict[str, Callable[..., ExponentialSum]] = {
+    "add": _plus, "add_any": _plus, "neg": partial(_times, -1), "mul": _times,
+    "sub": lambda x, y: _plus(x, _times(-1, y)),
+    "div": lambda x, y: _times(x, _power(y, -1)),
+    "pow": _power, "integer_pow": _power, "exp": _exp, "log": _log,
+    "select_n": _selected,
 }  # fmt: skip
 
 
@@ -150,10 +159,13 @@ class Expected(NamedTuple):
     value: Array
 
 
-def expectation(found: Frontier, numbers: Any, mean: Array, variance: Array) -> Array:
+_Known = ExponentialSum | Expected
+
+
+def expectation(found: Any, numbers: Any, mean: Array, variance: Array) -> Array:
     """Return the expectation of a frontier's densities.
 
-    :param found: a frontier with one root.
+    :param found: a :class:`~numpyro_gpaug.model.frontier.Frontier` with one root.
     :param numbers: values of the variables that depend on no latent.
     :param mean: the mean of the root, in its shape.
     :param variance: the variance of the root.
@@ -161,7 +173,7 @@ def expectation(found: Frontier, numbers: Any, mean: Array, variance: Array) -> 
     """
     zero, one = jnp.zeros_like(mean), jnp.ones_like(mean)
     root = ExponentialSum((zero, one), (), mean, variance)
-    outputs = found.density(numbers, [root], _after)
+    outputs = found.density(numbers, [root], after)
     return sum((jnp.sum(_expected(x)) for x in outputs), jnp.zeros((), mean.dtype))
 
 
@@ -171,7 +183,7 @@ def _expected(x: Any) -> Any:
     return x.value if isinstance(x, Expected) else x
 
 
-def has_form(found: Frontier, avals: list[Any]) -> bool:
+def has_form(found: Any, avals: list[Any]) -> bool:
     """Whether :func:`expectation` supports a frontier's densities.
 
     :param found: the frontier.
@@ -194,75 +206,45 @@ def has_form(found: Frontier, avals: list[Any]) -> bool:
     return True
 
 
-def _after(eqn: Any, operands: list[Any]) -> list[Any]:
-    """Return the results of one equation, given sums, expectations and other arrays."""
-    if not any(isinstance(x, ExponentialSum | Expected) for x in operands):
+def after(eqn: Any, operands: list[Any]) -> list[Any]:
+    """Return the results of one equation, given sums, expectations and other arrays.
+
+    :param eqn: an equation of a jaxpr.
+    :param operands: values of its operands.
+    :raises NoFormError: if the results are no such sums.
+    """
+    kinds = {i: type(x) for i, x in enumerate(operands) if isinstance(x, _Known)}
+    if not kinds:
         return applied(eqn, operands)
     called = called_jaxpr(eqn)
     if called is not None:
-        return walked(called.jaxpr, operands, lambda x: x.val, _after, called.consts)
-    if any(isinstance(x, Expected) for x in operands):
-        return _after_expectation(eqn, operands)
-    return [_after_sums(eqn, operands)]
+        return walked(called.jaxpr, operands, lambda x: x.val, after, called.consts)
+    if Expected not in kinds.values():
+        return [_after_sums(eqn, operands)]
+    if eqn.primitive.name in _MOVES or is_linear(eqn, {*kinds}):
+        return [Expected(x) for x in applied(eqn, [_expected(x) for x in operands])]
+    raise NoFormError
 
 
 def _after_sums(eqn: Any, operands: list[Any]) -> Any:
-    name = eqn.primitive.name
+    name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
     if name == "ne" and operands[0] is operands[1]:
         # The comparison x != x (of xlogy) asks whether a value is NaN, and these sums
         # are not.
-        return jnp.zeros(eqn.outvars[0].aval.shape, bool)
+        return jnp.zeros(shape, bool)
     (like, *_) = (x for x in operands if isinstance(x, ExponentialSum))
-    summed = name == "reduce_sum" and eqn.outvars[0].aval.size < like.mean.size
-    if summed:
-        return Expected(eqn.primitive.bind(like.expectation, **eqn.params))
-    if name in _MOVES or name == "reduce_sum":
-        return jax.tree.map(lambda x: eqn.primitive.bind(x, **eqn.params), like)
-    if name == "gather" and like is operands[0]:
-        places = operands[1]
-        return jax.tree.map(lambda x: eqn.primitive.bind(x, places, **eqn.params), like)
-    if name in _UNARY:
-        return _UNARY[name](like)
-    if name not in _BINARY and name not in ("pow", "integer_pow", "select_n"):
+    if name == "reduce_sum" and prod(shape) < like.mean.size:
+        return Expected(applied(eqn, [like.expectation])[0])
+    if name in _PLACED and like is operands[0]:
+        return jax.tree.map(lambda x: applied(eqn, [x, *operands[1:]])[0], like)
+    if name not in _RULES:
         raise NoFormError(name)
     # An axis of size 1 is broadcast.
-    shape = eqn.outvars[0].aval.shape
-    operands = [_broadcast(x, shape) for x in operands]
-    if name in _BINARY:
-        return _BINARY[name](*operands)
-    if name in ("pow", "integer_pow"):
-        base, *exponent = operands
-        return _powered(base, exponent[0] if exponent else eqn.params["y"])
-    return _selected(*operands)
-
-
-def _powered(base: Any, exponent: Any) -> ExponentialSum:
-    if isinstance(exponent, ExponentialSum):
-        raise NoFormError
-    c, d, e = base.single()
-    return base.replaced(None, (c**exponent, d * exponent, e * exponent))
-
-
-def _selected(which: Any, *cases: Any) -> ExponentialSum:
-    if isinstance(which, ExponentialSum):
-        raise NoFormError
-    (like, *_) = (x for x in cases if isinstance(x, ExponentialSum))
-    parts = [
-        x if isinstance(x, ExponentialSum) else like.replaced((x, 0)) for x in cases
+    given = [
+        jax.tree.map(lambda part: jnp.broadcast_to(part, shape), x)
+        if isinstance(x, ExponentialSum)
+        else x
+        for x in operands
     ]
-    first, *others = (part.chosen(which == i) for i, part in enumerate(parts))
-    return sum(others, first)
-
-
-def _broadcast(x: Any, shape: tuple[int, ...]) -> Any:
-    if not isinstance(x, ExponentialSum):
-        return x
-    return jax.tree.map(lambda part: jnp.broadcast_to(part, shape), x)
-
-
-def _after_expectation(eqn: Any, operands: list[Any]) -> list[Expected]:
-    kinds = Expected | ExponentialSum
-    moving = {i for i, x in enumerate(operands) if isinstance(x, kinds)}
-    if eqn.primitive.name in _MOVES or is_linear(eqn, moving):
-        return [Expected(x) for x in applied(eqn, [_expected(x) for x in operands])]
-    raise NoFormError
+    powers = [eqn.params["y"]] if name == "integer_pow" else []
+    return _RULES[name](*given, *powers)

@@ -18,8 +18,8 @@ from jax import Array, lax
 from jax.extend.core import Literal
 
 from numpyro_gpaug.math.equations import applied, carried_by, walked
+from numpyro_gpaug.model.exponentials import ExponentialSum, NoFormError, after
 from numpyro_gpaug.model.jaxpr import OWN_DERIVATIVE, Reader, State, Value, called_jaxpr
-from numpyro_gpaug.model.products import as_one
 
 
 class Operation(NamedTuple):
@@ -104,8 +104,53 @@ class Listing:
             return operands
         if called is not None and not self._keeps_derivative(eqn, operands):
             return self.write(called.jaxpr, self.held(called), operands)
-        product = as_one(self, eqn, operands)
+        product = self._as_one(eqn, operands)
         return self._equation(eqn, tuple(operands)) if product is None else [product]
+
+    def _as_one(self, eqn: Any, operands: list[Any]) -> Any:
+        """Return the variable of a product or quotient of exponentials of latents, such
+        as ``exp(level) * exp(effect)[group]``, written as the exponential of one affine
+        function: a datum then has one predictor. Return ``None`` for another
+        equation."""
+        if eqn.primitive.name not in ("mul", "div"):
+            return None
+        paths = [self._path(x) for x in operands]
+        if not all(paths):
+            return None
+        steps = [step for path in paths for step in path]
+        exponents: set[Any] = {path[0].operands[0] for path in paths}
+        made = {x for step in steps for x in step.results}
+        read = {
+            x for step in steps for x in step.operands if not isinstance(x, Literal)
+        }
+        given = sorted(read - made)
+
+        def product(*values: Any) -> Array:
+            known: dict[Any, Any] = dict(zip(given, values, strict=True))
+            known |= {k: ExponentialSum.of_exponent(known[k]) for k in exponents}
+            factors = execute(steps, operands, known, after)
+            scale, _, exponent = after(eqn, factors)[0].single()
+            return scale * jnp.exp(exponent)
+
+        try:
+            return self.appended(product, *given)
+        except NoFormError:
+            return None
+
+    def _path(self, variable: int | Literal) -> list[Operation]:
+        """Return the operations from an affine exponent to a variable; none if the
+        variable is no function of one exponential."""
+        found: list[Operation] = []
+        while self.depends(variable) and variable in self.makers:
+            found.append(self.makers[variable])
+            eqn, operands, _ = found[-1]
+            if eqn.primitive.name == "exp":
+                return found[::-1] if self.affine(operands[0]) else []
+            moving = [x for x in operands if self.depends(x)]
+            if len(moving) != 1:
+                break
+            (variable,) = moving
+        return []
 
     def _is_identity(self, eqn: Any, operands: list[Any]) -> bool:
         """Whether an equation returns its operands, which depend on latents, unchanged.
