@@ -9,7 +9,7 @@ entries is applied to their places, and all others combine the places of their o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from itertools import permutations
@@ -43,19 +43,21 @@ from numpyro_gpaug.model.program import Program
 # function of several places.
 NONE, SUM, MIXED = -1, -2, -3
 
-Places = tuple[Any, ...]
+# The place of the entry of each predictor that each entry of a variable depends on,
+# (predictors, ...): an array of NumPy, or of JAX if indices are traced.
+Places = Any
 
 
 class Term(NamedTuple):
     """A variable of a program.
 
-    :param places: for each predictor, the place of the entry that each entry of the
-        variable depends on; ``None`` for a variable that depends on no predictor.
+    :param places: the places that it depends on; ``None`` for a variable that depends
+        on no predictor.
     :param value: a function that computes the variable, if it depends on no predictor;
         ``None`` if the value is unknown as well, as in each step of a scan.
     """
 
-    places: Places | None
+    places: Any
     value: Callable[[], Any] | None = None
 
 
@@ -107,12 +109,11 @@ class Entries:
         :param parameters: variables, the parameters of a distribution.
         :param batch: the number of its batch dimensions.
         """
-        known = [places for x in parameters if (places := self.places(x)) is not None]
-        for (first, _), (_, second) in permutations(known, 2):
+        for left, right in permutations(_moving(map(self._term, parameters)), 2):
+            first, second = left[0], right[1]
             one = first.reshape(*first.shape[:batch], -1, 1)
             other = second.reshape(*second.shape[:batch], 1, -1)
-            both = _namespace(one, other).broadcast_arrays(one, other)
-            self.pairs.append(tuple(both))
+            self.pairs.append(_namespace(one, other).broadcast_arrays(one, other))
 
     def _term(self, variable: int | Literal) -> Term:
         if isinstance(variable, Literal):
@@ -146,32 +147,25 @@ class Entries:
                 for k in range(len(eqn.outvars))
             ]
         name, inner = eqn.primitive.name, called_jaxpr(eqn)
-        before = self.mixing, self.summing
-        if inner is not None:
-            terms = self._inside(inner, operands)
-            if self.mixing != before[0]:
-                self.mixing = self._named(called_name(eqn), eqn, before[1])
-            return terms
+        mixing, summing = self.mixing, self.summing
         if name == "cond":
             return self._conditional(eqn, operands)
-        if name == "scan":
-            terms = self._scanned(eqn, operands)
-            if self.mixing != before[0]:
-                self.mixing = self._named(name, eqn, before[1])
-            return terms
         if name == "optimization_barrier":
             return operands
-        found = self._results(eqn, operands)
-        if before[0] is None and any(_any(x[0] == MIXED) for x in found):
-            self.mixing = self._named(name, eqn, before[1])
-        if before[1] is None and any(_any(x[0] == SUM) for x in found):
-            self.summing = f"{name}{source_of(eqn)}"
-        return [Term(places) for places in found]
-
-    @staticmethod
-    def _named(name: str, eqn: Any, summing: str | None) -> str:
-        after = f", after {summing}," if summing else ""
-        return f"{name}{source_of(eqn)}{after}"
+        if inner is not None:
+            terms, name = self._inside(inner, operands), called_name(eqn)
+        elif name == "scan":
+            terms = self._scanned(eqn, operands)
+        else:
+            terms = [Term(places) for places in self._results(eqn, operands)]
+            if mixing is None and any(_any(x.places[0] == MIXED) for x in terms):
+                self.mixing = name
+            if summing is None and any(_any(x.places[0] == SUM) for x in terms):
+                self.summing = f"{name}{source_of(eqn)}"
+        if self.mixing != mixing:
+            after = f", after {summing}," if summing else ""
+            self.mixing = f"{name}{source_of(eqn)}{after}"
+        return terms
 
     def _inside(self, closed: Any, operands: list[Term]) -> list[Term]:
         constants = [Term(None, partial(lambda x: x, x)) for x in closed.consts]
@@ -182,13 +176,15 @@ class Entries:
         branches."""
         index, *given = operands
         branches = [self._inside(b, given) for b in eqn.params["branches"]]
-        found = []
-        for var, results in zip(eqn.outvars, zip(*branches, strict=True), strict=True):
-            known = [index.places] if index.places is not None else []
-            known += [x.places for x in results if x.places is not None]
-            places = self._combined(known, var.aval.shape, linear=False)
-            found.append(Term(places))
-        return found
+        each = zip(eqn.outvars, *branches, strict=True)
+        return [self._joined([index, *terms], v.aval.shape) for v, *terms in each]
+
+    def _joined(
+        self, terms: list[Term], shape: tuple[int, ...], *, linear: bool = False
+    ) -> Term:
+        """Return an elementwise function of some terms, see :meth:`_combined`."""
+        known = _moving(terms)
+        return Term(self._combined(known, shape, linear) if known else None)
 
     def _scanned(self, eqn: Any, operands: list[Term]) -> list[Term]:
         """Return the results of a scan: each depends on the same entries in all steps,
@@ -196,32 +192,21 @@ class Entries:
         closed = eqn.params["jaxpr"]
         begin, count = carried_by(eqn, closed.jaxpr)
         split = begin + count
-        each = []
-        for term in operands[split:]:
-            places = term.places and self._along(term.places, (0,), linear=False)
-            each.append(Term(places))
+        each = [
+            Term(None if x.places is None else self._along(x.places, (0,), False))
+            for x in operands[split:]
+        ]
         carried = [Term(x.places) for x in operands[begin:split]]
         for _ in range(3):
             found = self._inside(closed, [*operands[:begin], *carried, *each])
-            after = []
-            for old, new in zip(carried, found[:count], strict=True):
-                known = [x.places for x in (old, new) if x.places is not None]
-                shape = np.shape(known[0][0]) if known else ()
-                after.append(
-                    Term(self._combined(known, shape, linear=False))
-                    if known else old
-                )  # fmt: skip
-            if all(
-                _same(x.places, y.places) for x, y in zip(carried, after, strict=True)
-            ):
+            triples = zip(carried, found, eqn.outvars, strict=False)
+            after = [self._joined([old, new], v.aval.shape) for old, new, v in triples]
+            pairs = zip(carried, after, strict=True)
+            if all(_equal(old.places, new.places) for old, new in pairs):
                 break
             carried = after
-        results = []
-        (moving, *_) = (x.places for x in operands if x.places is not None)
-        for var, term in zip(eqn.outvars, [*carried, *found[count:]], strict=True):
-            places = term.places or self._none(moving, var.aval.shape)
-            results.append(Term(tuple(_broadcast(p, var.aval.shape) for p in places)))
-        return results
+        results = zip(eqn.outvars, [*carried, *found[count:]], strict=True)
+        return [self._joined([x], v.aval.shape, linear=True) for v, x in results]
 
     def _results(self, eqn: Any, operands: list[Term]) -> list[Places]:
         """Return the places of the results of a primitive that depends on
@@ -252,104 +237,81 @@ class Entries:
         :param shape: the shape of the result.
         :param linear: whether it is linear in all of them.
         """
-        found = tuple(_broadcast(p, shape) for p in moving[0])
-        for places in moving[1:]:
-            other = tuple(_broadcast(p, shape) for p in places)
+        found, *others = (_broadcast(places, shape) for places in moving)
+        for other in others:
             found = self._merged(found, other, linear)
-        return found if linear else self._nonlinear(found)
-
-    def _nonlinear(self, places: Places) -> Places:
-        first = places[0]
-        if not _any(first == SUM):
-            return places
-        return tuple(_where(first == SUM, MIXED, p) for p in places)
+        summed = found[0] == SUM
+        return found if linear or not _any(summed) else _where(summed, MIXED, found)
 
     def _merged(self, left: Places, right: Places, linear: bool) -> Places:
-        if all(x is y or _equal(x, y) for x, y in zip(left, right, strict=True)):
+        if _equal(left, right):
             return left
-        self._note(*left, *right)
-        lost = SUM if linear else MIXED
-        apart: Any = False
-        for x, y in zip(left, right, strict=True):
-            apart = apart | ((x >= 0) & (y >= 0) & (x != y))
+        self._note(left, right)
+        apart = ((left >= 0) & (right >= 0) & (left != right)).any(0)
         apart = apart | (left[0] == SUM) | (right[0] == SUM)
         mixed = (left[0] == MIXED) | (right[0] == MIXED)
         if linear and _perhaps(apart):
             self.pairs += [left, right]
-        return tuple(
-            _where(mixed, MIXED, _where(apart, lost, _where(x >= 0, x, y)))
-            for x, y in zip(left, right, strict=True)
-        )
+        joined = _where(left >= 0, left, right)
+        return _where(mixed, MIXED, _where(apart, SUM if linear else MIXED, joined))
 
     def _along(self, places: Places, axes: Sequence[int], linear: bool) -> Places:
         """Return the places of a function of all entries along axes, which are
         dropped."""
-        axes = tuple(axes)
-        if not prod(np.shape(places[0])[a] for a in axes):
-            return tuple(np.full(p.sum(axes).shape, NONE, np.int32) for p in places)
-        self._note(*places)
-        lost = SUM if linear else MIXED
+        axes = tuple(a + 1 for a in axes)
+        if not prod(places.shape[a] for a in axes):
+            return np.full(places.sum(axes).shape, NONE, np.int32)
+        self._note(places)
         large = np.iinfo(np.int32).max
-        apart: Any = (places[0] == SUM).any(axes)
-        for p in places:
-            least = _where(p < 0, large, p).min(axes)
-            apart = apart | ((p.max(axes) > least) & (least < large))
+        least, most = _where(places < 0, large, places).min(axes), places.max(axes)
+        apart = ((most > least) & (least < large)).any(0)
+        apart = apart | (places == SUM).any((0, *axes))
         if linear and _perhaps(apart):
             self.pairs.append(places)
-        mixed = (places[0] == MIXED).any(axes)
-        return tuple(
-            _where(mixed, MIXED, _where(apart, lost, p.max(axes))) for p in places
-        )
+        mixed = (places == MIXED).any((0, *axes))
+        return _where(mixed, MIXED, _where(apart, SUM if linear else MIXED, most))
 
     def _whole(self, places: Places, linear: bool) -> Places:
         """Return the places of a function of all entries."""
-        return self._along(places, range(np.ndim(places[0])), linear)
+        return self._along(places, range(places.ndim - 1), linear)
 
     def _reduced(self, eqn: Any, moving: list[Places], linear: bool) -> list[Places]:
         axes, shapes = axes_of(eqn), [v.aval.shape for v in eqn.outvars]
-        joint = self._combined(
-            moving, np.shape(moving[0][0]), linear or len(moving) < 2
-        )
+        alone = linear or len(moving) < 2
+        joint = self._combined(moving, moving[0].shape[1:], alone)
         found = self._along(joint, axes, linear)
-        if np.ndim(joint[0]) == len(shapes[0]):
-            found = tuple(_namespace(p).expand_dims(p, axes[0]) for p in found)
-        return [tuple(_broadcast(p, shape) for p in found) for shape in shapes]
+        if joint.ndim == len(shapes[0]) + 1:
+            found = _namespace(found).expand_dims(found, axes[0] + 1)
+        return [_broadcast(found, shape) for shape in shapes]
 
     def _moved(self, eqn: Any, places: Places, *others: Any) -> Places:
         """Return places after an operation that reorders entries.
 
         :param others: values of its other operands.
         """
-        key = eqn.primitive.name, str(eqn.params), *map(id, others)
-        found = []
-        for p in places:
-            at = (*key, id(p))
-            if at not in self._memo:
-                # Objects whose id is used must stay alive.
-                self._memo[at] = _move(eqn, p, others), p, others
-            found.append(self._memo[at][0])
-        return tuple(found)
+        key = eqn.primitive.name, str(eqn.params), *map(id, (places, *others))
+        if key not in self._memo:
+            # Objects whose id is used must stay alive.
+            self._memo[key] = _move(eqn, places, others), places, others
+        return self._memo[key][0]
 
-    def _note(self, *places: Any) -> None:
+    def _note(self, *places: Places) -> None:
         self.unchecked |= any(isinstance(p, Tracer) for p in places)
-
-    def _none(self, like: Places, shape: tuple[int, ...]) -> Places:
-        return tuple(np.full(shape, NONE, np.int32) for _ in like)
 
     def _whole_terms(self, eqn: Any, operands: list[Term]) -> list[Places]:
         """Return the places of all operands, including operands that depend on no
         predictor."""
-        (like, *_) = (x.places for x in operands if x.places is not None)
+        (like, *_) = _moving(operands)
         return [
-            self._none(like, v.aval.shape) if x.places is None else x.places
+            np.full((len(like), *v.aval.shape), NONE, np.int32)
+            if x.places is None
+            else x.places
             for v, x in zip(eqn.invars, operands, strict=True)
         ]
 
     def _rearranged(self, eqn: Any, operands: list[Term]) -> list[Places]:
-        parts = zip(*self._whole_terms(eqn, operands), strict=True)
-        rule = _REARRANGED[eqn.primitive.name]
-        found = [rule(_namespace(*p), p, eqn.params) for p in parts]
-        return [*zip(*found, strict=True)]
+        parts = self._whole_terms(eqn, operands)
+        return [*_REARRANGED[eqn.primitive.name](_namespace(*parts), parts, eqn.params)]
 
     def _dynamic_slice(self, eqn: Any, operands: list[Term]) -> list[Places]:
         source, *starts = operands
@@ -372,15 +334,13 @@ class Entries:
             return self._any_way(eqn, operands)
         self.by_data |= bool(known)
         starts = [f() for f in known if f]
-        pairs = zip(*self._whole_terms(eqn, operands)[:2], strict=True)
-        return [tuple(_bound(eqn, p, other, *starts) for p, other in pairs)]
+        return [_bound(eqn, self._whole_terms(eqn, operands)[:2], starts)]
 
     def _any_way(
         self, eqn: Any, operands: list[Term], *, linear: bool = False
     ) -> list[Places]:
         """Return the places of functions of all entries of all operands."""
-        moving = [x.places for x in operands if x.places is not None]
-        whole = [self._whole(places, linear) for places in moving]
+        whole = [self._whole(places, linear) for places in _moving(operands)]
         shapes = [v.aval.shape for v in eqn.outvars]
         return [self._combined(whole, shape, linear) for shape in shapes]
 
@@ -390,9 +350,9 @@ class Entries:
         found = []
         if index.places is not None:
             # One row of the indices chooses each entry of the result.
-            rows = self._along(index.places, (np.ndim(index.places[0]) - 1,), False)
+            rows = self._along(index.places, (index.places.ndim - 2,), False)
             axes = [i for i in range(len(shape)) if i not in numbers.offset_dims]
-            found.append(tuple(_spread(p, axes, shape) for p in rows))
+            found.append(_spread(rows, axes, shape))
         if source.places is not None:
             axes = numbers.start_index_map
             if _is_constant(source.places, axes):
@@ -412,31 +372,24 @@ class Entries:
         operand, _, updates = self._whole_terms(eqn, operands)
         at, keys = index.value(), ("dimension_numbers", "mode")
         params = {k: eqn.params[k] for k in keys}
-        shape = np.shape(operand[0])
-        ones = jnp.ones(np.shape(updates[0]), jnp.int32)
-        written = _host(
-            lax.scatter_max(jnp.zeros(shape, jnp.int32), at, ones, **params)
-        )
+        shape, large = operand.shape[1:], np.iinfo(np.int32).max
+
+        def written(rule: Any, start: int, values: Any) -> Any:
+            full = jnp.full(shape, start, jnp.int32)
+            return _host(rule(full, at, jnp.asarray(values), **params))
+
+        here = written(lax.scatter_max, 0, np.ones(updates.shape[1:], np.int32)) > 0
+        positive = _where(updates < 0, large, updates)
+        most = _stacked([written(lax.scatter_max, MIXED, x) for x in updates])
+        least = _stacked([written(lax.scatter_min, large, x) for x in positive])
+        apart = ((least < most) & (least < large)).any(0)
         linear = name in ("scatter", "scatter-add", "scatter_add", "scatter-sub")
-        large = np.iinfo(np.int32).max
-        here, apart = [], np.zeros(shape, bool)
-        for u in updates:
-            empty = jnp.full(shape, MIXED, jnp.int32)
-            most = _host(lax.scatter_max(empty, at, jnp.asarray(u), **params))
-            positive = jnp.where(jnp.asarray(u) < 0, large, u)
-            full = jnp.full(shape, large, jnp.int32)
-            least = _host(lax.scatter_min(full, at, positive, **params))
-            apart = apart | ((least < most) & (least < large))
-            here.append(_where(written > 0, most, NONE))
-        lost = SUM if linear else MIXED
         if linear and _perhaps(apart):
             self.pairs.append(updates)
-        added = tuple(_where(apart, lost, p) for p in here)
+        added = _where(apart, SUM if linear else MIXED, _where(here, most, NONE))
         if name == "scatter":
-            return tuple(
-                _where(written > 0, a, p) for a, p in zip(added, operand, strict=True)
-            )
-        both = sum(x.places is not None for x in operands) > 1
+            return _where(here, added, operand)
+        both = len(_moving(operands)) > 1
         return self._combined([operand, added], shape, linear or not both)
 
     def _dot_general(self, eqn: Any, operands: list[Term]) -> list[Places]:
@@ -451,20 +404,19 @@ class Entries:
             if x.places is None:
                 continue
             order = *batch, *free, *summed
-            turned = tuple(p.transpose(order) for p in x.places)
-            last = range(len(axes), len(order))
-            places = self._along(turned, last, linear)
-            found.append(tuple(_spread(p, axes, shape) for p in places))
+            turned = x.places.transpose(0, *(a + 1 for a in order))
+            places = self._along(turned, range(len(axes), len(order)), linear)
+            found.append(_spread(places, axes, shape))
         return [self._combined(found, shape, linear)]
 
 
 # By NumPy: JAX would compile a program for each.
 _REARRANGED: dict[str, Callable[[Any, Any, Any], Sequence[Any]]] = {
-    "concatenate": lambda xp, p, params: [xp.concatenate(p, params["dimension"])],
-    "stack": lambda xp, p, params: [xp.stack(p, params["axis"])],
-    "unstack": lambda xp, p, params: [*xp.moveaxis(p[0], params["axis"], 0)],
+    "concatenate": lambda xp, p, params: [xp.concatenate(p, params["dimension"] + 1)],
+    "stack": lambda xp, p, params: [xp.stack(p, params["axis"] + 1)],
+    "unstack": lambda xp, p, params: xp.moveaxis(p[0], params["axis"] + 1, 0),
     "split": lambda xp, p, params: xp.split(
-        p[0], np.cumsum(params["sizes"])[:-1], params["axis"]
+        p[0], np.cumsum(params["sizes"])[:-1], params["axis"] + 1
     ),
 }
 _RULES: dict[str, Callable[[Entries, Any, list[Term]], list[Places]]] = {
@@ -538,14 +490,9 @@ def _perhaps(flags: Any) -> bool:
 
 
 def _equal(x: Any, y: Any) -> bool:
+    """Whether places are known to be equal."""
     traced = isinstance(x, Tracer) or isinstance(y, Tracer)
-    return not traced and np.array_equal(x, y)
-
-
-def _same(x: Places | None, y: Places | None) -> bool:
-    if x is None or y is None:
-        return x is y
-    return all(a is b or _equal(a, b) for a, b in zip(x, y, strict=True))
+    return x is y or (not traced and np.array_equal(x, y))
 
 
 def _host(x: Any) -> Any:
@@ -561,47 +508,65 @@ def _fits(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
     )
 
 
-def _broadcast(p: Any, shape: tuple[int, ...]) -> Any:
-    return p if np.shape(p) == shape else _namespace(p).broadcast_to(p, shape)
+def _broadcast(places: Places, shape: tuple[int, ...]) -> Places:
+    if places.shape[1:] == shape:
+        return places
+    number, *own = places.shape
+    ones = [1] * (len(shape) - len(own))
+    whole = places.reshape(number, *ones, *own)
+    return _namespace(places).broadcast_to(whole, (number, *shape))
 
 
-def _spread(p: Any, axes: Sequence[int], shape: tuple[int, ...]) -> Any:
-    """Return an array broadcast to a shape, in which its own axes are ``axes``, in
+def _spread(places: Places, axes: Sequence[int], shape: tuple[int, ...]) -> Places:
+    """Return places broadcast to a shape, in which their own axes are ``axes``, in
     order."""
     sizes = [1] * len(shape)
-    for size, axis in zip(np.shape(p), axes, strict=True):
+    for size, axis in zip(places.shape[1:], axes, strict=True):
         sizes[axis] = size
-    return _broadcast(p.reshape(sizes), shape)
+    return _broadcast(places.reshape(len(places), *sizes), shape)
 
 
 def _is_constant(places: Places, axes: Sequence[int]) -> bool:
     """Whether places are constant along axes, so that any index selects the same."""
-    for p in places:
-        first = p
-        for axis in axes:
-            first = first[(slice(None),) * axis + (slice(0, 1),)]
-        if isinstance(p, Tracer) or not (p == first).all():
-            return False
-    return True
+    first = places
+    for axis in axes:
+        first = first[(slice(None),) * (axis + 1) + (slice(0, 1),)]
+    return not isinstance(places, Tracer) and bool((places == first).all())
 
 
-def _move(eqn: Any, p: Any, others: Sequence[Any]) -> Any:
+def _move(eqn: Any, places: Places, others: Sequence[Any]) -> Places:
     params, shape = eqn.params, eqn.outvars[0].aval.shape
     name = eqn.primitive.name
     if name in RESHAPES and params.get("dimensions", ()) is not None:
-        return p.reshape(shape)
+        return places.reshape(len(places), *shape)
     if name == "broadcast_in_dim":
-        return _spread(p, params["broadcast_dimensions"], shape)
+        return _spread(places, params["broadcast_dimensions"], shape)
     if name == "transpose":
-        return p.transpose(params["permutation"])
-    return _bound(eqn, p, *others)
+        return places.transpose(0, *(a + 1 for a in params["permutation"]))
+    return _bound(eqn, [places], others)
 
 
-def _bound(eqn: Any, *operands: Any) -> Any:
-    """Return the places after applying the operation to them."""
+def _bound(eqn: Any, parts: list[Places], others: Sequence[Any]) -> Places:
+    """Return the places after applying the operation to them.
+
+    :param parts: the places of its first operands.
+    :param others: the values of its other operands.
+    """
     params = dict(eqn.params)
     if "fill_value" in params:
         params["fill_value"] = NONE
-    with _at_once(*operands):
-        arrays = [jnp.asarray(x) for x in operands]
-        return _host(eqn.primitive.bind(*arrays, **params))
+    with _at_once(*parts, *others):
+        found = [
+            _host(eqn.primitive.bind(*map(jnp.asarray, (*each, *others)), **params))
+            for each in zip(*parts, strict=True)
+        ]
+    return _stacked(found)
+
+
+def _stacked(each: list[Any]) -> Places:
+    return _namespace(*each).stack(each)
+
+
+def _moving(terms: Iterable[Term]) -> list[Places]:
+    """Return the places of the terms that depend on predictors."""
+    return [x.places for x in terms if x.places is not None]

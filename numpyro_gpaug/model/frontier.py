@@ -238,11 +238,11 @@ def single_inputs(program: Program, process: str, variables: Sequence[int]) -> b
     values = program.inputs[process]
     shape = program.avals[values].shape
     rows = places_of(shape[:1]).reshape(-1, *[1] * (len(shape) - 1))
-    entries = Entries(program, {values: (np.broadcast_to(rows, shape),)})
+    entries = Entries(program, {values: np.broadcast_to(rows, (1, *shape))})
     entries.run(program.between(variables, program.inputs.values()))
     found = [entries.places(x) for x in variables]
     return not entries.unchecked and all(
-        x is None or bool((x[0] >= NONE).all()) for x in found
+        x is None or bool((x >= NONE).all()) for x in found
     )
 
 
@@ -260,20 +260,14 @@ def _carried(
 
 def _starts(program: Program, found: Frontier, variable: int) -> Places:
     """Return the places of the entries of a variable that is a root, by root."""
-    shape = program.avals[variable].shape
-    if found.columns is None:
-        own = found.alike[variable]
-        return tuple(
-            places_of(shape) if i == own else np.full(shape, NONE, np.int32)
-            for i in range(len(found.roots))
-        )
-    halves = [program.avals[root].shape for root in found.roots]
-    each = [places_of(half) for half in halves]
-    none = np.full(halves[0], NONE, np.int32)
-    return (
-        np.stack([each[0], none], found.columns),
-        np.stack([none, each[1]], found.columns),
-    )
+    shape, cut = program.avals[variable].shape, found.columns
+    places = np.full((len(found.roots), *shape), NONE, np.int32)
+    if cut is None:
+        places[found.alike[variable]] = places_of(shape)
+        return places
+    for i, root in enumerate(found.roots):
+        np.moveaxis(places, cut + 1, 1)[i, i] = places_of(program.avals[root].shape)
+    return places
 
 
 def _root(program: Program, variable: Any) -> tuple[int, bool]:
