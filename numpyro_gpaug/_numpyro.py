@@ -14,7 +14,7 @@ import numpy as np
 import numpyro
 from numpyro.distributions import Distribution
 from numpyro.distributions.util import periodic_repeat
-from numpyro.handlers import block, mask, replay, seed, substitute
+from numpyro.handlers import block, mask, replay, scale, seed, substitute
 from numpyro.handlers import trace as handlers_trace
 from numpyro.infer.autoguide import AutoDelta
 from numpyro.primitives import _PYRO_STACK, Messenger, apply_stack
@@ -286,17 +286,28 @@ def _whole(trace: dict[str, Any], name: str) -> Any:
     return value
 
 
-class outside_plates:
-    """A context in which sites are in no plates.
+def handlers_around() -> list[Messenger]:
+    """Return the handlers and plates around the caller, from the outermost."""
+    return list(_PYRO_STACK)
 
+
+class outside_plates:
+    """A context in which sites are in no plates, and without most masks and scales.
+
+    :param kept: the masks and scales that remain, among other handlers.
     :ivar subsampled: names of the plates around it that contain some of their members.
     """
 
+    def __init__(self, kept: list[Messenger]) -> None:
+        self._kept = kept
+
     def __enter__(self) -> Self:
-        self._stack = list(_PYRO_STACK)
+        self._stack = handlers_around()
         plates = [x for x in self._stack if isinstance(x, numpyro.plate)]
         self.subsampled = [x.name for x in plates if x.size != x.subsample_size]
-        _PYRO_STACK[:] = [x for x in self._stack if x not in plates]
+        left = [x for x in self._stack if isinstance(x, mask | scale)]
+        left = plates + [x for x in left if x not in self._kept]
+        _PYRO_STACK[:] = [x for x in self._stack if x not in left]
         return self
 
     def __exit__(self, *error: object) -> None:

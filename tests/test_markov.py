@@ -495,6 +495,20 @@ def test_a_part_of_a_plate_has_no_chain_of_its_own():
     assert found.shape == (5,)
 
 
+def test_a_mask_of_the_data_around_the_call_leaves_the_states_alone():
+    def model(t):
+        gp = gpaug.GaussianProcess("f", kernels.Matern12(), markov=True)
+        weights = handlers.mask(mask=t > 0), handlers.scale(scale=1.0 + t**2)
+        with numpyro.plate("data", len(t)), weights[0], weights[1]:
+            return gp(t)
+
+    with handlers.seed(rng_seed=0), handlers.trace() as trace, handlers.scale(scale=3):
+        model(jnp.asarray(T))
+    states = trace["f.v"]
+    assert jnp.shape(states["value"]) == (len(T), 1)
+    assert (states["fn"].batch_shape, states["scale"]) == ((), 3)
+
+
 def test_states_have_the_precision_of_other_latents():
     """In float32, links of states would not be exact enough for latents in float64."""
 

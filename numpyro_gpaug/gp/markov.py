@@ -159,7 +159,7 @@ def conditional(gp: Any, X: Array) -> MarkovConditional:
 def _standard(gp: Any, site: str, shape: tuple[int, ...], X: Array) -> Array:
     """Sample standard normal numbers of a process."""
     standard = dist.Normal(jnp.zeros(shape, X.dtype), 1).to_event(len(shape))
-    with outside_plates() as plates:
+    with outside_plates(gp.around) as plates:
         if plates.subsampled and gp.inducing is None:
             raise ValueError(
                 f'GaussianProcess("{gp.name}", markov=True) is called in the plate '

@@ -14,7 +14,7 @@ import numpyro.distributions as dist
 from jax import Array
 
 from numpyro_gpaug._display import Displayed, Rows, brief, name_of
-from numpyro_gpaug._numpyro import deterministic_site, residual_policy
+from numpyro_gpaug._numpyro import deterministic_site, handlers_around, residual_policy
 from numpyro_gpaug.gp.conditional import Conditional, FunctionDraw
 from numpyro_gpaug.gp.kernels import as_kernel
 from numpyro_gpaug.gp.markov import conditional as markov_conditional
@@ -68,9 +68,10 @@ class GaussianProcess(Displayed):
         in place of inducing values. It is exact, in work linear in the number of times,
         which may be irregular, repeated, and in any order.
         :mod:`numpyro_gpaug.kernels` lists the kernels that have states. The call makes
-        the sites, outside of any plates around it: standard normal
-        numbers ``"{name}.v"``, (T, R), for the states at T times, and
-        ``"{name}.waves"`` for constants and undamped cosines. Fits take
+        the sites, outside of any plates around it, and of masks and scales that are not
+        around the constructor: standard normal numbers ``"{name}.v"``, (T, R), for the
+        states at T times, and ``"{name}.waves"`` for constants and undamped cosines.
+        Fits take
         :class:`~numpyro_gpaug.AutoLatentGaussian`. A posterior keeps the times of the
         fit (``"{name}.times"``) and predicts at any others. To predict from draws of
         another sampler, pass the times of the states as ``inducing``.
@@ -166,7 +167,7 @@ class GaussianProcess(Displayed):
                 f'GaussianProcess("{self.name}", markov=True) has one latent, and no '
                 "loadings, bias or jitter. Make a process for every latent"
             )
-        self.inducing = inducing
+        self.inducing, self.around = inducing, handlers_around()
         if inducing is not None:
             self.inducing = as_inputs(inducing, "inducing")
             self._check_times(self.inducing, "inducing")
