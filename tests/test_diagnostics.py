@@ -430,6 +430,30 @@ def test_loo_is_corrected_for_the_guide(x64, exact):
     assert abs(diagnostics.loo(found, correct=False).elpd - truth) > 0.25
 
 
+@pytest.mark.parametrize("weight", [1.0, 5.0, 0.2])
+def test_an_observation_is_left_out_with_its_weight(weight):
+    def model(X, weight, y=None):
+        b = numpyro.sample("b", dist.Normal(0, 3).expand([2]).to_event(1))
+        with numpyro.plate("data", len(X)), numpyro.handlers.scale(scale=weight):
+            numpyro.sample("y", dist.Normal(b[0] + b[1] * X[:, 0], 1.5), obs=y)
+
+    X, y, _ = data()
+    weight, guide = jnp.full(len(y), weight), gpaug.AutoLatentGaussian(model)
+    svi = gpaug.ConjugateSVI(model, guide)
+    fit = svi.run(random.key(0), 5, X, weight, y, progress_bar=False)
+    expected = svi.posterior(fit).leave_one_out(X, weight, y).log_prob(y)
+    given = model, guide, fit.params, X, weight, y
+    tree = diagnostics.to_datatree(random.key(1), *given, num_samples=4000)
+    for correct in (True, False):
+        found = diagnostics.loo(tree, correct=correct).elpd_i
+        np.testing.assert_allclose(found, expected, atol=0.05)
+    table = diagnostics.sensitivity(tree)
+    tree["log_likelihood"] = tree["log_likelihood"].to_dataset().drop_vars(
+        "y.weight", errors="ignore"
+    ) * float(weight[0])
+    np.testing.assert_array_equal(diagnostics.sensitivity(tree), table)
+
+
 # -- calibration ----------------------------------------------------------------------
 
 

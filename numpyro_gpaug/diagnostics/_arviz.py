@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from numpyro_gpaug.model.columns import Labels
 
@@ -33,6 +36,7 @@ def tree_of(
     dims: dict[str, list[str]] | None = None,
     axes: dict[str, tuple[str, ...]] | None = None,
     labels: Labels | None = None,
+    seen: Mapping[str, Any] | None = None,
 ) -> DataTree:
     """Return a tree of arrays by group and name.
 
@@ -45,13 +49,15 @@ def tree_of(
     :param dims: names of further axes, by site.
     :param axes: by site, the argument with labels that indexes each axis.
     :param labels: labels by argument, which become coordinates.
+    :param seen: the observations, :class:`~numpyro_gpaug.diagnostics._run.Seen`, by
+        site. Weights become coordinates of their densities.
     """
 
     def plain(name: str) -> str:
         return f"{name}_" if name in sampled else name.replace("/", ".")
 
-    sampled = ["chain", "draw"]
-
+    sampled, seen = ["chain", "draw"], seen or {}
+    groups = groups | {"observed_data": {k: x.masked_as_nan() for k, x in seen.items()}}
     found = {
         group: {plain(name): x for name, x in given.items()}
         for group, given in groups.items()
@@ -64,6 +70,12 @@ def tree_of(
         dims=named,
         attrs={"/": {"inference_library": "numpyro_gpaug"}},
     )
+    for name, x in ((plain(k), x) for k, x in seen.items()):
+        found = tree.children.get("log_likelihood", {})
+        if name in found and (np.asarray(x.weight) != 1).any():
+            shape, dims = found[name].shape[2:], found[name].dims[2:]
+            weight = {f"{name}.weight": (dims, np.broadcast_to(x.weight, shape))}
+            tree["log_likelihood"] = found.to_dataset().assign_coords(weight)
     coords: dict[str, list[str]] = {}
     for name, arguments in (axes or {}).items():
         site = tree["posterior"][plain(name)]
@@ -78,3 +90,8 @@ def tree_of(
         here = {k: x for k, x in coords.items() if k in found.dims}
         tree[group] = DataTree(found.assign_coords(here))
     return tree
+
+
+def weighted(density: Any) -> Any:
+    """Return log densities of the observations of a site times their weights."""
+    return density * density.coords.get(f"{density.name}.weight", 1.0)

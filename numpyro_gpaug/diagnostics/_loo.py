@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jax.typing import ArrayLike
 
-from numpyro_gpaug.diagnostics._arviz import part_of_arviz
+from numpyro_gpaug.diagnostics._arviz import part_of_arviz, weighted
 from numpyro_gpaug.diagnostics._importance import check_tree
 
 if TYPE_CHECKING:
@@ -30,7 +30,9 @@ def loo(tree: DataTree, site: str | None = None, *, correct: bool = True) -> Any
     Latents that the guide fixes at a point estimate (hyperparameters) are not refitted.
     Draws of :class:`~numpyro_gpaug.NestedVI` come from the posterior and have no such
     latents. A :func:`numpyro.factor` in the plate of the observations, with a term for
-    each, is part of their density. Others are neither left out nor scored.
+    each, is part of their density. Others are neither left out nor scored. An
+    observation is left out with its weight, if the model has
+    :class:`numpyro.handlers.scale`, and its own density, without it, is scored.
 
     :param tree: a tree from :func:`to_datatree`; or one of MCMC draws, as
         :func:`arviz_base.from_numpyro` makes it with ``log_likelihood=True``.
@@ -57,14 +59,21 @@ def loo(tree: DataTree, site: str | None = None, *, correct: bool = True) -> Any
     _check_site(tree, site)
     tree = _without_ties(_without_missing(tree, site))
     stats = tree.children.get("sample_stats", {})
-    if "log_q" not in stats:
-        return arviz_stats.loo(tree, pointwise=True, var_name=site)
-    if correct:
-        return arviz_stats.loo_approximate_posterior(
-            tree, stats["log_p"], stats["log_q"], pointwise=True, var_name=site
-        )
     # Draws of a guide are independent: their relative efficiency is 1.
-    return arviz_stats.loo(tree, pointwise=True, var_name=site, reff=1.0)
+    given = {"var_name": site} | ({"reff": 1.0} if "log_q" in stats else {})
+    corrected = correct and "log_q" in stats
+    name = site or next(iter(tree["log_likelihood"].data_vars))
+    density = tree["log_likelihood"][name]
+    if f"{name}.weight" in density.coords:
+        removed = weighted(density)
+        if corrected:
+            removed = removed - (stats["log_p"] - stats["log_q"])
+        log_weights, pareto_k = removed.azstats.psislw(dim=["chain", "draw"])
+        given |= {"log_weights": log_weights, "pareto_k": pareto_k}
+    elif corrected:
+        ratio = stats["log_p"], stats["log_q"]
+        return arviz_stats.loo_approximate_posterior(tree, *ratio, True, site)
+    return arviz_stats.loo(tree, pointwise=True, **given)
 
 
 def _check_site(tree: DataTree, site: str | None) -> None:

@@ -74,13 +74,29 @@ def replicated(sites: Trace, key: Array) -> dict[str, Array]:
     return {k: replicate(site, random.fold_in(key, i)) for i, (k, site) in each}
 
 
-def observations(message: dict[str, Any]) -> tuple[Array, Array]:
-    """Return the value of an observed site, and whether each entry is not masked.
+class Seen(NamedTuple):
+    """The value of an observed site, whether each observation is not masked, and its
+    weight, the scale of the site; of the shapes of its value and of its density."""
 
-    :param message: NumPyro's message of the site.
-    """
-    ones = through_wrappers(message["fn"], lambda base: jnp.ones(base.batch_shape))
-    return message["value"], ones > 0
+    value: Any
+    known: Any
+    weight: Any
+
+    @classmethod
+    def of(cls, message: dict[str, Any]) -> Seen:
+        """Read NumPyro's message of a site."""
+        ones = through_wrappers(message["fn"], lambda base: jnp.ones(base.batch_shape))
+        weight = scaled(jnp.ones(message["fn"].batch_shape), message["scale"])
+        return cls(message["value"], ones > 0, weight)
+
+    def masked_as_nan(self) -> np.ndarray:
+        """Return the observations, NaN where they are masked. Without masks they keep
+        their dtype."""
+        found, given = np.asarray(self.value), np.asarray(self.known)
+        if given.all():
+            return found
+        given = given.reshape(given.shape + (1,) * (found.ndim - given.ndim))
+        return np.where(given, found.astype(np.result_type(found, np.float32)), np.nan)
 
 
 def observed_sites(trace: Trace) -> Trace:
@@ -109,20 +125,6 @@ def densities_of_data(trace: Trace, densities: Values) -> Values:
         if len(same) == 1:
             found[same[0]] = found[same[0]] + densities[name]
     return found
-
-
-def masked_as_nan(value: Array, known: Array) -> np.ndarray:
-    """Return observations, NaN where they are masked. Without masks they keep their
-    dtype.
-
-    :param value: from :func:`observations`.
-    :param known: likewise.
-    """
-    found, given = np.asarray(value), np.asarray(known)
-    if given.all():
-        return found
-    given = given.reshape(given.shape + (1,) * (found.ndim - given.ndim))
-    return np.where(given, found.astype(np.result_type(found, np.float32)), np.nan)
 
 
 def scaled(density: Array, scale: Any) -> Array:
@@ -316,7 +318,7 @@ class Programs:
 
     def _at(
         self, given: Arguments, params: Any, key: Array, fixed: Any, drawn: Any
-    ) -> tuple[Draws, dict[str, tuple[Array, Array]]]:
+    ) -> tuple[Draws, dict[str, Seen]]:
         """Return the outputs of the model at one draw, and the observations."""
         values = {**params, **fixed, **drawn}
         noise_key, bound_key, new_key = random.split(key, 3)
@@ -338,7 +340,7 @@ class Programs:
             log_density([trace[n] for n in drawn]),
             log_priors(trace, self.top_level & drawn.keys()),
         )  # fmt: skip
-        return found, {k: observations(s) for k, s in sites.items()}
+        return found, {k: Seen.of(s) for k, s in sites.items()}
 
     def numbers_held(self, shapes: Draws, fixed: Values) -> int:
         """The number of values in memory while the likelihoods of one draw are
@@ -376,10 +378,9 @@ def evaluated_at(
     keys: Array,
     fixed: dict[str, np.ndarray],
     drawn: dict[str, np.ndarray],
-) -> tuple[Draws, np.ndarray, dict[str, np.ndarray]]:
+) -> tuple[Draws, np.ndarray, dict[str, Seen]]:
     """Return the outputs of the model at every draw, in chunks that bound the memory,
-    the log joint density of each draw and the observations, and these by site, NaN
-    where they are masked.
+    the log joint density of each draw and the observations, and these by site.
 
     :param model: from :func:`programs_for`.
     :param arguments: its arguments.
@@ -391,7 +392,7 @@ def evaluated_at(
     total = len(keys)
     shapes, _ = model.at.plain.eval_shape(arguments, params, keys, fixed, drawn)
     chunk = min(total, max(1, _BUDGET // model.numbers_held(shapes, fixed)))
-    observed: Values = {}
+    observed: dict[str, Seen] = {}
 
     def at(chosen: np.ndarray) -> Draws:
         block = {n: v[chosen] for n, v in drawn.items()}
@@ -404,7 +405,7 @@ def evaluated_at(
     log_p = draws.prior.astype(float) + sum(
         v.astype(float).reshape(total, -1).sum(-1) for v in draws.scaled.values()
     )
-    return draws, log_p, {name: masked_as_nan(*x) for name, x in observed.items()}
+    return draws, log_p, observed
 
 
 def _log_likelihoods(view: ModelView, latents: Any) -> Values:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from jax import random
 
-from numpyro_gpaug.diagnostics._arviz import part_of_arviz
+from numpyro_gpaug.diagnostics._arviz import part_of_arviz, weighted
 from numpyro_gpaug.diagnostics._importance import check_tree
 from numpyro_gpaug.diagnostics._tree import tree_of_nested
 from numpyro_gpaug.infer import NestedVI
@@ -79,6 +79,8 @@ def sensitivity(
                 "to_datatree makes one for each latent that is no point estimate; "
                 "integrate hyperparameters by NestedVI"
             )
+    draws = draws.copy()
+    draws["log_likelihood"] = draws["log_likelihood"].to_dataset().map(weighted)
     names = list(draws["log_prior"].data_vars) if var_names is None else [*var_names]
     with warnings.catch_warnings():
         # Entries that are equal in all draws, as those of a Cholesky factor of

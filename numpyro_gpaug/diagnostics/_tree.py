@@ -16,12 +16,11 @@ from numpyro.infer import MCMC
 
 from numpyro_gpaug.diagnostics._arviz import tree_of
 from numpyro_gpaug.diagnostics._run import (
+    Seen,
     data_sites,
     densities_of_data,
     evaluated_at,
     log_priors,
-    masked_as_nan,
-    observations,
     observed_sites,
     prior_groups,
     prior_sampler,
@@ -75,7 +74,7 @@ def tree_of_nested(key: Array, nested: NestedVI) -> DataTree:
         first = {k: x[0] for k, x in values.items()}
         trace = run_model(nested.model, given, keys[0], first)
         found = jax.lax.map(lambda each: one(given, each), (keys, values))
-        return {k: observations(s) for k, s in data_sites(trace).items()}, found
+        return {k: Seen.of(s) for k, s in data_sites(trace).items()}, found
 
     key, prior_key = random.split(key)
     keys = random.split(key, chains * num)
@@ -96,9 +95,8 @@ def tree_of_nested(key: Array, nested: NestedVI) -> DataTree:
         **prior_groups(
             prior_sampler(nested.model), arguments, {}, prior_key, chains * num
         ),
-        "observed_data": {k: masked_as_nan(*x) for k, x in seen.items()},
     }
-    return tree_of(groups, None, nested.labelled_axes, nested.labels)
+    return tree_of(groups, None, nested.labelled_axes, nested.labels, seen)
 
 
 def compare_evidence(runs: Mapping[str, NestedVI]) -> pandas.DataFrame:
@@ -208,6 +206,8 @@ def to_datatree(
       of them, whichever is less. Models with an improper prior do not have these
       groups;
     * ``observed_data``, NaN where it is masked, so that :func:`loo` does not count it;
+      weights of observations (``numpyro.handlers.scale``) are the coordinate
+      ``"{site}.weight"`` of ``log_likelihood``, which does not contain them otherwise;
     * ``fit``: ``losses``, over a dimension ``step``, if they were given.
 
     Members of a plate that a categorical column indexes have its labels as coordinates,
@@ -333,8 +333,8 @@ def to_datatree(
                 model, guide, dict(params), args, kwargs, labels=labels
             )
             axes = posterior.arguments.axes
-        found = {**one_chain, **prior, "observed_data": observed}
-        tree = tree_of(found, programs.dims, axes, labels)
+        groups = {**one_chain, **prior}
+        tree = tree_of(groups, programs.dims, axes, labels, observed)
         if losses is not None:
             from xarray import Dataset, DataTree
 
