@@ -119,22 +119,16 @@ def find_form(structure: Structure, asked: Queries, purpose: Purpose) -> Structu
         for steps, member in zip(singles, members, strict=True)
         if steps in chains and member is not None
     }
-    forms = [
-        _groups(structure, found, chains),
-        _chain(structure, found, chains),
-        _in_turn(structure, found, reached),
-    ]
     # Those that are refused anyway might not even fit into memory.
     known = sorted(
-        (x for x in forms if x and x.form.largest_matrix <= purpose.largest),
+        (
+            x for x in _proposals(structure, found, chains, reached)
+            if x.form.largest_matrix <= purpose.largest
+        ),
         key=lambda form: (form.cost(rows), form.form.largest_matrix),
-    )
-    chosen = structure
-    for form in known:
-        whole = form.cost(rows) + purpose.overhead(form)
-        if whole < structure.cost(rows) and asked.misfit(form) < ROUNDING:
-            chosen = form
-            break
+    )  # fmt: skip
+    fitting = (x for x in known if _pays(x, structure, asked, purpose))
+    chosen = next(fitting, structure)
     if chains or purpose.projected or not purpose.too_costly(chosen, rows):
         return chosen
     crossed = _iterative(structure, zip(singles, told, strict=True), asked.pairs)
@@ -156,7 +150,7 @@ def find_sparse(
     :param purpose: the purpose of the form.
     :param fields: the fields.
     """
-    rows, found = asked.rows, []
+    found = []
     for site in structure.sites:
         for grouping in _tried(site, fields.get(site.name)):
             ((depends, place, off),) = asked.looked_at(structure, [grouping])
@@ -175,12 +169,17 @@ def find_sparse(
                 return None
     chosen = [both for both in found if both[0].sites[0][0] in fields]
     forms = [_sparse(structure, part, asked.pairs, fields) for part in (found, chosen)]
-    form = min(forms, key=lambda form: form.cost(rows))
-    whole = form.cost(rows) + purpose.overhead(form)
+    form = min(forms, key=lambda form: form.cost(asked.rows))
     # The other form has the same number of latents.
-    if whole < structure.cost(rows) and asked.misfit(form) < ROUNDING:
-        return form
-    return None
+    return form if _pays(form, structure, asked, purpose) else None
+
+
+def _pays(
+    form: Structure, structure: Structure, asked: Queries, purpose: Purpose
+) -> bool:
+    """Whether a form costs less than one dense matrix, and predictors have it."""
+    whole = form.cost(asked.rows) + purpose.overhead(form)
+    return whole < structure.cost(asked.rows) and asked.misfit(form) < ROUNDING
 
 
 def _tried(site: GaussianSite, own: Field | None) -> Iterator[Grouping]:
@@ -254,7 +253,7 @@ def _sparse(
     """
     begin, nodes, edges, labels, most = 0, [], [], [], 0
     for grouping, told in found:
-        size = structure.members(grouping) * structure.each(grouping)
+        size = structure.latents(grouping)
         nodes.append(np.where(told >= 0, told + begin, -1))
         own = fields.get(grouping.sites[0][0])
         each = size if own is None else own.shape[-1]
@@ -290,79 +289,66 @@ def _once(chains: tuple[Grouping, ...]) -> tuple[Grouping, ...]:
     return tuple(dict.fromkeys(found.values()))
 
 
-def _groups(
-    structure: Structure, found: list[Grouping], chains: tuple[Grouping, ...]
-) -> Structure | None:
-    """Take the largest grouping, except steps, as groups.
+def _proposals(
+    structure: Structure,
+    found: list[Grouping],
+    chains: tuple[Grouping, ...],
+    reached: dict[Grouping, np.ndarray],
+) -> Iterator[Structure]:
+    """Iterate over structures with the largest grouping, except steps, as groups; with
+    the steps of the largest chains as groups, together with other sites that have a
+    member per step; and with the steps of several processes one after the other as one
+    chain, if no datum depends on two of them.
 
     :param structure: the dense structure of a model.
     :param found: groupings, which may have sites in common.
     :param chains: sites whose steps have transitions between them.
-    """
-    chosen = _disjoint(structure, _apart(found, chains))
-    if not chosen:
-        return None
-    return structure.in_form(Groups(Layout(0, 0, 0)), tuple(chosen))
-
-
-def _chain(
-    structure: Structure, found: list[Grouping], chains: tuple[Grouping, ...]
-) -> Structure | None:
-    """Take the steps of the largest chains as groups, together with other sites that
-    have a member per step. The arguments are those of :func:`_groups`."""
-    along = [g for g in (_of_steps(structure, g, chains) for g in found) if g.sites]
-    if not along:
-        return None
-    first = max(along, key=lambda g: structure.members(g) * structure.each(g))
-    names = {name for name, _ in first.sites}
-    others = [
-        Grouping(tuple(s for s in g.sites if s[0] not in names))
-        for g in _apart(found, chains)
-    ]
-    chosen = _disjoint(structure, others)
-    ordered = structure.in_steps(tuple(x for x in chains if _within(x, first)))
-    correlated = any(steps.correlated for steps in ordered.recurrences)
-    form = Chain(Layout(0, 0, 0), correlated)
-    return ordered.in_form(form, (first, *chosen))
-
-
-def _in_turn(
-    structure: Structure, found: list[Grouping], reached: dict[Grouping, np.ndarray]
-) -> Structure | None:
-    """Take the steps of several processes one after the other as one chain, if no datum
-    depends on two of them; ``None`` if there are no such processes.
-
-    :param structure: the dense structure of a model.
-    :param found: groupings, which may have sites in common.
     :param reached: whether each predictor depends on a chain, by chain.
     """
+    # The groupings without sites that are steps of chains, and without groupings of
+    # blocks of steps.
+    apart = [
+        Grouping(tuple(s for s in g.sites if not _is_steps(s, chains)))
+        for g in found
+        if g.size == 1
+    ]
+    if groups := _disjoint(structure, apart):
+        yield structure.in_form(Groups(Layout(0, 0, 0)), groups)
+
+    def along(steps: list[Grouping], first: Grouping) -> Structure:
+        form = Chain(Layout(0, 0, 0), any(x.correlated for x in steps))
+        groupings = _disjoint(structure, apart, first)
+        return structure.in_steps(tuple(steps)).in_form(form, groupings)
+
+    stepwise = [g for g in (_of_steps(structure, g, chains) for g in found) if g.sites]
+    if stepwise:
+        first = max(stepwise, key=structure.latents)
+        yield along([x for x in chains if _within(x, first)], first)
     chosen: list[Grouping] = []
     for steps in sorted(reached, key=structure.members, reverse=True):
-        apart = not any((reached[steps] & reached[x]).any() for x in chosen)
-        if steps.correlated and apart:
+        alone = not any((reached[steps] & reached[x]).any() for x in chosen)
+        if steps.correlated and alone:
             chosen.append(steps)
-    if len(chosen) < 2:
-        return None
-    sites = tuple(site for steps in chosen for site in steps.sites)
-    first = Grouping(sites, correlated=True, in_turn=True)
-    others = _disjoint(structure, _apart(found, tuple(reached)))
-    ordered = structure.in_steps(tuple(chosen))
-    form = Chain(Layout(0, 0, 0), correlated=True)
-    return ordered.in_form(form, (first, *others))
+    if len(chosen) > 1:
+        sites = tuple(site for steps in chosen for site in steps.sites)
+        yield along(chosen, Grouping(sites, correlated=True, in_turn=True))
 
 
-def _disjoint(structure: Structure, found: list[Grouping]) -> list[Grouping]:
-    """Return groupings of different sites, the largest first."""
-    chosen: list[Grouping] = []
-    while found := [g for g in found if g.sites]:
-        best = max(found, key=lambda g: structure.members(g) * structure.each(g))
-        chosen.append(best)
-        taken = {name for name, _ in best.sites}
+def _disjoint(
+    structure: Structure, found: list[Grouping], *chosen: Grouping
+) -> tuple[Grouping, ...]:
+    """Return groupings of different sites, the largest first, after those that are
+    chosen."""
+    while True:
+        taken = {name for g in chosen for name, _ in g.sites}
         found = [
             g._replace(sites=tuple(s for s in g.sites if s[0] not in taken))
             for g in found
         ]
-    return chosen
+        found = [g for g in found if g.sites]
+        if not found:
+            return chosen
+        chosen = *chosen, max(found, key=structure.latents)
 
 
 def _is_steps(site: tuple[str, tuple[int, ...]], chains: tuple[Grouping, ...]) -> bool:
@@ -373,16 +359,6 @@ def _is_steps(site: tuple[str, tuple[int, ...]], chains: tuple[Grouping, ...]) -
 
 def _within(steps: Grouping, grouping: Grouping) -> bool:
     return set(steps.sites) <= set(grouping.sites)
-
-
-def _apart(found: list[Grouping], chains: tuple[Grouping, ...]) -> list[Grouping]:
-    """Return the groupings without the sites that are steps of chains, and without
-    groupings of blocks of steps."""
-    return [
-        Grouping(tuple(s for s in g.sites if not _is_steps(s, chains)))
-        for g in found
-        if g.size == 1
-    ]
 
 
 def _of_steps(

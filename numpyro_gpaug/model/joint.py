@@ -172,7 +172,7 @@ class JointView(View):
         parts, begin = [], 0
         log_det = jnp.zeros((), structure.dtype)
         for grouping in structure.groupings:
-            size = structure.members(grouping) * structure.each(grouping)
+            size = structure.latents(grouping)
             if (own := self._fields.get(grouping.sites[0][0])) is not None:
                 values, each = found[grouping.sites[0][0]]
                 pattern = own.prior.pattern

@@ -215,17 +215,17 @@ class Structure:
 
     def _of_its_size(self) -> Structure:
         total = sum(
-            self.members(p) * self.each(p) if isinstance(p, Grouping) else prod(p.shape)
+            self.latents(p) if isinstance(p, Grouping) else prod(p.shape)
             for p in self._parts
         )
         layout = Layout(0, 0, total)
         if self.form.all_groupings:
-            nodes = sum(self.members(g) * self.each(g) for g in self.groupings)
+            nodes = sum(map(self.latents, self.groupings))
             layout = Layout(nodes, 1, total - nodes)
         elif self.groupings:
             first = self.groupings[0]
-            groups, each = self.members(first), self.each(first)
-            layout = Layout(groups, each, total - groups * each, self._steps)
+            sizes = self.members(first), self.each(first)
+            layout = Layout(*sizes, total - self.latents(first), self._steps)
         form = self.form.resized(layout)
         basis = self.basis if total == self.size else None
         block = Block(JOINT, JOINT, (total,), self.dtype)
@@ -281,7 +281,7 @@ class Structure:
         begin, lead = 0, flat.shape[:-1]
         for part in self._parts:
             if isinstance(part, Grouping):
-                size = self.members(part) * self.each(part)
+                size = self.latents(part)
                 block = flat[..., begin : begin + size]
                 block = block.reshape(*lead, self.members(part), self.each(part))
                 found |= self._ungrouped(part, block)
@@ -450,6 +450,10 @@ class Structure:
             return max(map(self.each, grouping.alone))
         total = sum(prod(self.site(name).shape) for name, _ in grouping.sites)
         return total // self.members(Grouping(grouping.sites)) * grouping.size
+
+    def latents(self, grouping: Grouping) -> int:
+        """Return the number of latents of all members, with those that are missing."""
+        return self.members(grouping) * self.each(grouping)
 
     def placed(self, grouping: Grouping | None, numbers: Array) -> dict[str, Array]:
         """Return numbers by site, zero for all sites outside a grouping. The numbers
