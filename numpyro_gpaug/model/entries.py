@@ -214,7 +214,7 @@ class Entries:
         name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
         places = {i: x.places for i, x in enumerate(operands) if x.places is not None}
         moving, linear = [*places.values()], is_linear(eqn, {*places})
-        if name in BY_ENTRY and all(_fits(v.aval.shape, shape) for v in eqn.invars):
+        if name in BY_ENTRY:
             return [self._combined(moving, shape, linear)]
         if name in MOVES and len(moving) == 1:
             return [self._moved(eqn, moving[0])]
@@ -497,15 +497,6 @@ def _equal(x: Any, y: Any) -> bool:
 
 def _host(x: Any) -> Any:
     return x if isinstance(x, Tracer) else np.asarray(x)
-
-
-def _fits(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
-    """Whether the shape of an operand fits that of the result of an elementwise
-    function: an axis of size 1 fits any."""
-    same_rank = len(shape) == len(whole)
-    return shape == () or (
-        same_rank and all(n in (1, m) for n, m in zip(shape, whole, strict=True))
-    )
 
 
 def _broadcast(places: Places, shape: tuple[int, ...]) -> Places:

@@ -87,14 +87,8 @@ class _Span(NamedTuple):
     high: int
 
 
-class _Data(NamedTuple):
-    """An argument of the model, possibly after elementwise operations."""
-
-    number: int
-
-
-class _Never(NamedTuple):
-    """A condition that is never true."""
+# A condition that is never true.
+_NEVER = "never"
 
 
 class _Reading:
@@ -109,16 +103,17 @@ class _Reading:
         self.sizes = sizes
         data = [*jaxpr.invars, *jaxpr.constvars]
         self.shapes = [v.aval.shape for v in data]
-        # First and last rows, by argument, plate and axis.
-        self.taken: dict[tuple[_Data, str, int], list[tuple[int, int]]] = {}
+        # First and last rows, by the number of an argument, plate and axis.
+        self.taken: dict[tuple[int, str, int], list[tuple[int, int]]] = {}
         # Arguments that are also used in other ways.
-        self.elsewhere: set[_Data] = set()
+        self.elsewhere: set[int] = set()
         pairs = zip(map(id, jaxpr.outvars), sizes.items(), strict=False)
         self._spans = {v: _Span(name, 0, size - 1) for v, (name, size) in pairs}
-        starts = [self._spans.get(id(v), _Data(i)) for i, v in enumerate(data)]
+        # Arguments are known by their number, also after elementwise operations.
+        starts = [self._spans.get(id(v), i) for i, v in enumerate(data)]
         inputs = len(jaxpr.invars)
         found = self._read(jaxpr, starts[:inputs], starts[inputs:])
-        self.elsewhere |= {x for x in found[len(sizes) :] if isinstance(x, _Data)}
+        self.elsewhere.update(x for x in found[len(sizes) :] if isinstance(x, int))
 
     def _read(self, jaxpr: Any, starts: list[Any], constants: list[Any]) -> list[Any]:
         return walked(jaxpr, starts, lambda x: None, self._results, constants)
@@ -126,8 +121,7 @@ class _Reading:
     def _results(self, eqn: Any, given: list[Any]) -> list[Any]:
         called = called_jaxpr(eqn)
         if called is not None:
-            nothing = [None] * len(called.jaxpr.constvars)
-            found = self._read(called.jaxpr, given, nothing)
+            found = self._read(called.jaxpr, given, [None] * len(called.consts))
         else:
             found = [self._result(eqn, given)] * len(eqn.outvars)
         pairs = zip(eqn.outvars, found, strict=True)
@@ -140,11 +134,10 @@ class _Reading:
         spans = [x for x in given if isinstance(x, _Span)]
         if spans:
             return _moved(eqn, given, spans[0])
-        data = {x for x in given if isinstance(x, _Data)}
-        for x in data:
-            shapes = [v.aval.shape for v in eqn.outvars]
-            if len(data) == 1 and shapes == [self.shapes[x.number]]:
-                return x
+        data = {x for x in given if isinstance(x, int)}
+        shapes = [self.shapes[x] for x in data]
+        if shapes and shapes == [v.aval.shape for v in eqn.outvars]:
+            return data.pop()
         self.elsewhere |= data
         return None
 
@@ -160,10 +153,10 @@ class _Reading:
                     "indices unchanged, and give the plate the length of that axis "
                     "(X.shape[0] for rows)"
                 )
-            if isinstance(operand, _Data):
+            if isinstance(operand, int):
                 which = operand, indices.plate, axes[0]
                 self.taken.setdefault(which, []).append((indices.low, last))
-        elif isinstance(operand, _Data):
+        elif isinstance(operand, int):
             self.elsewhere.add(operand)
 
     def check_rows(self) -> None:
@@ -172,7 +165,7 @@ class _Reading:
         :raises ValueError: naming the plate, and the shape of the argument.
         """
         for (data, plate, axis), spans in self.taken.items():
-            shape = self.shapes[data.number]
+            shape = self.shapes[data]
             covered = 0  # the number of rows from the first one on
             for low, high in sorted(spans):
                 covered = max(covered, high + 1) if low <= covered else covered
@@ -194,12 +187,12 @@ def _moved(eqn: Any, given: list[Any], span: _Span) -> Any:
         return span
     if name == "select_n":
         # Negative indices count from the end. These indices are not negative.
-        return given[1] if isinstance(given[0], _Never) else None
+        return given[1] if given[0] is _NEVER else None
     constants = [int(v.val) for v in eqn.invars if _is_whole(v)]
     if len(constants) != 1:
         return None
     if name == "lt" and constants == [0] and given[0] is span and span.low >= 0:
-        return _Never()
+        return _NEVER
     if name == "add" or (name == "sub" and given[0] is span):
         by = constants[0] if name == "add" else -constants[0]
         return span._replace(low=span.low + by, high=span.high + by)

@@ -17,7 +17,11 @@ from jax.extend.core import Literal
 
 from numpyro_gpaug.model.jaxpr import ALONG, BY_ENTRY, PRODUCTS, axes_of
 
-_ROWWISE = BY_ENTRY | {"optimization_barrier"}
+# Operations that keep rows. A variable has at most one axis over rows, and all other
+# axes have equal sizes in both programs, so that a result has rows along one axis, too.
+_ROWWISE = BY_ENTRY | {
+    "optimization_barrier", "iota", "broadcast_in_dim", "transpose", "squeeze", "stack",
+}  # fmt: skip
 # Over rows, too: repeated rows do not change their result.
 _IDEMPOTENT = {"reduce_and", "reduce_max", "reduce_min", "reduce_or"}
 # Parameters with shapes, of operations that keep the number of rows.
@@ -149,26 +153,17 @@ def _keeps_rows(
     :param blocks: see :func:`rows_independent`.
     """
     name, params, axis = eqn.primitive.name, eqn.params, ins[0] if ins else None
-    if name == "iota":
-        return True
     if name == "gather":
         numbers = params["dimension_numbers"]
-        # rows of the operand, each with its own indices
+        # Rows of the operand, each with its own indices.
         if axis in numbers.operand_batching_dims:
-            place = numbers.operand_batching_dims.index(axis)
-            paired = numbers.start_indices_batching_dims[place]
-            rank = eqn.outvars[0].aval.ndim
-            batch = [i for i in range(rank) if i not in numbers.offset_dims]
-            return ins[1] == paired and out == batch[paired]
+            return True
         if ins[1] is not None:  # values without rows, gathered for each row
-            return axis is None and out is not None and out not in numbers.offset_dims
+            return axis is None
         # Columns of rows: along the other axes the operand is taken completely.
-        apart = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-        whole = [i for i in range(eqn.invars[0].aval.ndim) if i not in apart]
-        if axis not in whole or axis in numbers.start_index_map:
-            return False
-        full = params["slice_sizes"][axis] == eqn.invars[0].aval.shape[axis]
-        return full and out == numbers.offset_dims[whole.index(axis)]
+        apart = {*numbers.collapsed_slice_dims, *numbers.start_index_map}
+        whole = params["slice_sizes"][axis] == eqn.invars[0].aval.shape[axis]
+        return axis not in apart and whole
     if name.startswith("scatter"):
         # Columns of rows: along the other axes the update is complete.
         numbers = params["dimension_numbers"]
@@ -182,23 +177,16 @@ def _keeps_rows(
         contracted, _ = params["dimension_numbers"]
         sides = zip(ins, contracted, strict=True)
         return all(axis not in axes for axis, axes in sides)
-    if name == "stack":
-        new = params["axis"]
-        return all(a is not None and out == a + (new <= a) for a in ins)
-    if name in _ROWWISE or name == "concatenate":
-        return params.get("dimension") != out and all(a in (None, out) for a in ins)
+    if name in _ROWWISE:
+        return True
+    if name == "concatenate":
+        return params["dimension"] != out
     if axis is None:
-        return name == "broadcast_in_dim"
+        return False
     if name in _IDEMPOTENT:
         return not blocks or axis not in params["axes"]
     if name in ALONG:
         return axis not in axes_of(eqn)
-    if name == "broadcast_in_dim":
-        return params["broadcast_dimensions"][axis] == out
-    if name == "transpose":
-        return out is not None and params["permutation"][out] == axis
-    if name == "squeeze":
-        return axis not in params["dimensions"]
     if name == "reshape":
         # The number of entries before a row is the same, so the number within one is,
         # too.

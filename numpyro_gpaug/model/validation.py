@@ -8,6 +8,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
+from functools import cache, partial
 from inspect import signature
 from typing import Any, NoReturn
 
@@ -51,13 +52,7 @@ def check_arguments(
         and arguments that the model does not have.
     """
     named = _named(model, args, kwargs)
-    known: list[Sources] = []
-
-    def used() -> Sources:
-        if not known:
-            known.append(uses() if uses else sources(model, args, kwargs))
-        return known[0]
-
+    used = cache(uses or partial(sources, model, args, kwargs))
     rows = next((len(x) for x in named.values() if is_array(x) and x.ndim), 0)
     for name, value in named.items():
         _check_kind(name, value, rows)
