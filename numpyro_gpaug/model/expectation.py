@@ -62,6 +62,11 @@ class Likelihood(Ordered):
         """NumPyro's scale of the site."""
         return self.tree[2]
 
+    @property
+    def message(self) -> dict[str, Any]:
+        """These three as parts of the message of the site."""
+        return dict(zip(("fn", "value", "scale"), self.tree, strict=True))
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from itertools import combinations
 from math import prod
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +20,13 @@ from numpyro_gpaug.gaussians import Chain, Groups, Iterative, Layout, Sparse
 from numpyro_gpaug.math.compiling import once
 from numpyro_gpaug.math.sparse_pattern import Pattern
 from numpyro_gpaug.model.affine import PROBES, ROUNDING, Predictors, relative
+from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.costs import MAX_DENSE, Purpose
 from numpyro_gpaug.model.gaussians import Field
 from numpyro_gpaug.model.joint import JointView
 from numpyro_gpaug.model.latents import GaussianSite, Grouping, Structure, coded
 from numpyro_gpaug.model.links import WIDEST, Declared, Loop
+from numpyro_gpaug.model.structure import fixed_key
 
 # The smallest number of members of a grouping, and the largest number of latents of
 # each member.
@@ -34,20 +36,28 @@ _FEWEST, _WIDEST = 16, 8
 _BORDER = 64
 
 
-class Queries(NamedTuple):
+class Queries:
     """A model's predictors, with queries of their dependence on latents.
 
-    :param view: a function that returns the view of the model, given a structure and
-        arrays.
-    :param arrays: the arguments' arrays.
-    :param pairs: pairs of predictors that likelihoods depend on jointly.
-    :param rows: the number of predictors.
+    :param structure: the dense structure of the model.
+    :param model: the model.
+    :param arguments: its arguments.
+    :ivar pairs: pairs of predictors that likelihoods depend on jointly.
+    :ivar rows: the number of predictors.
     """
 
-    view: Callable[[Structure, tuple[Array, ...]], JointView]
-    arrays: tuple[Array, ...]
-    pairs: tuple[Array, Array] | None
-    rows: int
+    def __init__(
+        self, structure: Structure, model: Callable[..., Any], arguments: Arguments
+    ) -> None:
+        self._model, self._arguments = model, arguments
+        self.arrays = arguments.arrays
+        self.whole = self.view(structure, self.arrays)
+        self.pairs, self.rows = self.whole.pairs, self.whole.rows
+
+    def view(self, structure: Structure, arrays: tuple[Array, ...]) -> JointView:
+        """Return the view of the model by a Gaussian of some structure."""
+        given = Arguments(arrays, self._arguments.static)
+        return JointView(structure, self._model, given, {}, fixed_key())
 
     def misfit(self, structure: Structure) -> float:
         """Return :meth:`~numpyro_gpaug.model.affine.Predictors.misfit` as a number."""

@@ -11,7 +11,7 @@ affine function of coordinates whose own prior has a sparse precision.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial, singledispatch
+from functools import singledispatch
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -326,24 +326,14 @@ def _(base: dist.TransformedDistribution, shape: tuple[int, ...]) -> Whitening |
     if found is None:
         return None
 
-    def transformed(inner: Callable[[Array], Array], z: Array) -> Array:
-        x = inner(z)
-        for transform in base.transforms:
-            x = transform(x)
-        return x
-
-    def numbers(x: Array) -> Array:
-        for transform in base.transforms[::-1]:
-            x = transform.inv(x)
-        assert found.numbers is not None
-        return found.numbers(x)
-
+    both = transforms.ComposeTransform(base.transforms)
+    value, numbers = found.value, found.numbers
     made = [vars(t) for t in base.transforms]
     factors = [v.get("scale", v.get("scale_tril")) for v in made]
     return found._replace(
-        value=partial(transformed, found.value),
+        value=lambda z: both(value(z)),
         spread=(found.spread, factors),
-        numbers=found.numbers and numbers,
+        numbers=numbers and (lambda x: numbers(both.inv(x))),
         mixes=found.mixes or any("scale_tril" in v for v in made),
         chain=None,
     )

@@ -483,16 +483,12 @@ class JointView(View):
     def other_sites(self) -> Trace:
         """Return the sample sites of all other latents."""
         found = self._at_zero(self._program.outputs.others)
-        return {
-            name: dict(zip(("fn", "value", "scale"), likelihood, strict=True))
-            for name, likelihood in found.items()
-        }
+        return {name: likelihood.message for name, likelihood in found.items()}
 
     def message(self, site: str) -> dict[str, Any]:
         """Return the message of an observed site, at latents of zero."""
-        parts = self._at_zero(self._program.outputs.likelihoods[site])
-        named = dict(zip(("fn", "value", "scale"), parts, strict=True))
-        return {"is_observed": site in self._shown, **named}
+        found = self._at_zero(self._program.outputs.likelihoods[site])
+        return {"is_observed": site in self._shown, **found.message}
 
     def expected(self, bound: str) -> ExpectedLogLikelihood:
         """Return the expected log-likelihood.

@@ -40,7 +40,6 @@ from numpyro_gpaug.model.jaxpr import (
     inputs_of,
     source_of,
 )
-from numpyro_gpaug.model.joint import JointView
 from numpyro_gpaug.model.latents import GaussianSite, Grouping, Structure
 from numpyro_gpaug.model.links import refuse_reversed
 from numpyro_gpaug.model.observations import check_constants, wrong_labels
@@ -52,7 +51,6 @@ from numpyro_gpaug.model.pitfalls import (
 from numpyro_gpaug.model.program import Program, check_indices
 from numpyro_gpaug.model.structure import (
     Observed,
-    fixed_key,
     run_model,
 )
 from numpyro_gpaug.model.survey import Survey
@@ -336,7 +334,7 @@ def read_joint(
     if purpose.fields and survey.observed and size >= FEWEST_NODES:
         found = _read(survey, purpose, tuple(fields))
         if found is not None:
-            asked, _ = _asked(found, model, arguments)
+            asked = Queries(found, model, arguments)
             sparse = find_sparse(found, asked, purpose, fields)
             if sparse is not None:
                 return sparse
@@ -384,29 +382,15 @@ def in_form(
     """
     if structure.fields or not structure.sites or not structure.observed:
         return structure
-    asked, view = _asked(structure, model, arguments)
+    asked = Queries(structure, model, arguments)
     form = find_form(structure, asked, purpose)
     if not (purpose.projected and form.form.any_rows and asked.rows <= purpose.largest):
 
         def chains() -> tuple[Grouping, ...]:
-            return tuple(x.steps for x in view.loops)
+            return tuple(x.steps for x in asked.whole.loops)
 
         refuse_large(form, chains, purpose.largest, traced=is_traced(arguments))
     return form
-
-
-def _asked(
-    structure: Structure, model: Callable[..., Any], arguments: Arguments
-) -> tuple[Queries, JointView]:
-    """Return queries of the dependence of predictors on latents, and the view of the
-    model."""
-
-    def seen(structure: Structure, arrays: tuple[Array, ...]) -> JointView:
-        given = Arguments(arrays, arguments.static)
-        return JointView(structure, model, given, {}, fixed_key())
-
-    view = seen(structure, arguments.arrays)
-    return Queries(seen, arguments.arrays, view.pairs, view.rows), view
 
 
 def _read(

@@ -16,6 +16,7 @@ from numpyro.distributions import (
     TransformedDistribution,
     biject_to,
 )
+from numpyro.distributions.transforms import ComposeTransform
 from numpyro.infer.initialization import init_to_median
 
 from numpyro_gpaug.likelihoods.expectations import base_distribution
@@ -105,8 +106,6 @@ def _quantile(prior: Distribution, normal: Array) -> Array:
     if isinstance(prior, TransformedDistribution):
         # The direction of a transform does not matter: the distribution of a start is
         # symmetric.
-        value = _quantile(prior.base_dist, normal)
-        for transform in prior.transforms:
-            value = transform(value)
-        return value
+        transform = ComposeTransform(prior.transforms)
+        return transform(_quantile(prior.base_dist, normal))
     return prior.icdf(ndtr(normal))

@@ -263,11 +263,9 @@ class ModelView(View):
 
     def message(self, site: str) -> dict[str, Any]:
         """Return the message of a sample site, at function values of zero."""
-        message = self._run.trace[site]
-        if site not in self._run.likelihoods:
-            return message
-        fn, value, scale = self._run.likelihoods[site]
-        return {**message, "fn": fn, "value": value, "scale": scale}
+        known = self._run.likelihoods
+        own = known[site].message if site in known else {}
+        return {**self._run.trace[site], **own}
 
     def other_sites(self) -> Trace:
         """Return the sample sites of all other latents."""
