@@ -12,8 +12,8 @@ import pytest
 from scipy import special, stats
 
 import numpyro_gpaug as gpaug
-from numpyro_gpaug.gaussians.dense import NaturalGaussian, Prior
-from numpyro_gpaug.gaussians.pseudo_data import PseudoData, SeenPrior
+from numpyro_gpaug.gaussians.dense import Moments, NaturalGaussian, Prior
+from numpyro_gpaug.gaussians.pseudo_data import SeenPrior
 from numpyro_gpaug.infer.vi import sweeps
 from numpyro_gpaug.infer.vi.settling import _Memory, _mixed, _shrank
 
@@ -66,9 +66,14 @@ def test_the_next_step_is_where_the_slope_would_vanish(after, step, following) -
 def test_data_seen_before_pull_as_their_divergence_says(x64) -> None:
     rng = np.random.default_rng(0)
     prior = Prior(rng.normal(size=(1, 3)), rng.uniform(1, 2, (1, 3)))
-    data = PseudoData(rng.normal(size=(1, 4)), rng.normal(size=(1, 4, 3)))
-    seen = SeenPrior(prior, data)
+    vector, precision, start = rng.uniform(size=(3, 1, 3))
+    here, turn = rng.normal(size=(2, 1, 3, 3))
+    seen = SeenPrior(prior, Moments(vector, here), precision, -vector, start, turn)
     q = seen.natural.moments()
+    # The divergence is least at the product of both.
+    slopes = jax.grad(lambda q: seen.divergence(q).sum())(q)
+    np.testing.assert_allclose(slopes.mean, 0, atol=1e-10)
+    np.testing.assert_allclose(jnp.tril(slopes.whitener), 0, atol=1e-10)
 
     def at(mean):
         return seen.divergence(q._replace(mean=mean)).sum()

@@ -1,10 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""The information of old data, as a Gaussian pseudo-likelihood that contains no prior.
+r"""The information of old data under another prior, and about other function values.
 
-A posterior :math:`q(a)` under a prior :math:`p(a)` is that prior times :math:`t(a) =
-q(a) / p(a)`. This factor is stored as :math:`\exp(-|y - R a|^2 / 2)`: as observations y
-of R a with unit noise. Under another prior, with other hyperparameters, the posterior
-given these observations is proper for any R.
+A posterior :math:`q(a)` under a prior :math:`p(a)` is that prior times the information
+of the data, :math:`t(a) = q(a) / p(a)`, which contains no prior. Let the columns of
+:math:`V \Sigma` be the principal axes of q where p is standard normal, and :math:`a = m
++ V \Sigma z`. Then q is standard normal in z, and
+
+.. math::
+
+    t(z) \propto \prod_i \exp(h_i z_i - (1 - \sigma_i^2) z_i^2 / 2), \quad
+    h = \Sigma V^\top m.
+
+No axis loses digits to others, about which the data say a million times as much: a
+precision matrix of a would lose them. Under another prior the posterior is proper,
+because negative precisions, as of likelihoods that are not log-concave, are dropped.
 
 Projection of the information about whitened function values onto others.
 
@@ -35,7 +44,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_gpaug.gaussians.dense import Moments, NaturalGaussian, Prior
-from numpyro_gpaug.math.linalg import diagonal, one_by_one, precise
+from numpyro_gpaug.math.linalg import diagonal, precise
 
 
 @precise
@@ -77,89 +86,86 @@ def _divergence(
     return 0.5 * (trace + distance - new.log_det - log_det)
 
 
-class PseudoData(NamedTuple):
-    """Observations of linear combinations of latents, with unit noise.
-
-    :param targets: y, (latents, M).
-    :param root: R, (latents, M, M).
-    """
-
-    targets: Array
-    root: Array
-
-    @classmethod
-    @precise
-    def of(cls, q: Moments, prior: Prior) -> PseudoData:
-        """Return the pseudo-data that turn a prior into a posterior.
-
-        The precision of the prior is subtracted from that of the posterior. In
-        directions about which the data have no information, the difference is rounding
-        error. Under another prior, with more variance in these directions, it could
-        seem to be much information. Therefore unresolved directions, and directions of
-        negative precision, are dropped.
-
-        :param q: the posterior.
-        :param prior: the prior.
-        """
-        scale = prior.scale
-        white = Moments((q.mean - prior.loc) / scale, q.whitener / scale[..., None, :])
-        root = white.precision_root()
-        precision, directions = one_by_one(jnp.linalg.eigh)(root @ root.mT)
-        added = precision - 1
-        eps = jnp.finfo(added.dtype).eps
-        least = eps * added.shape[-1] * precision.max(-1, keepdims=True)
-        kept = added > least
-        strength = jnp.where(kept, jnp.sqrt(jnp.where(kept, added, 1)), 0)
-        mean = jnp.vecmat(white.mean, directions)
-        seen = jnp.where(kept, precision * mean / jnp.where(kept, strength, 1), 0)
-        rows = strength[..., None] * directions.mT / scale[..., None, :]
-        return cls(seen + jnp.matvec(rows, prior.loc), rows)
-
-    @precise
-    def through(self, offset: Array, spread: Array) -> PseudoData:
-        """Return the pseudo-data of x, if the latents here are ``offset + spread x``.
-
-        :param offset: (latents, M).
-        :param spread: (1 or latents, M, M).
-        """
-        targets = self.targets - jnp.matvec(self.root, offset)
-        return PseudoData(targets, self.root @ spread)
-
-
 class SeenPrior(NamedTuple):
-    """A prior of independent normal latents, with the information of old data about
-    them.
+    """A prior of independent normal latents, with the information of old data, as a
+    prior of ``z``. The posterior from the old data, under an earlier prior, was
+    standard normal in z, see the module.
 
-    :param prior: the prior.
-    :param data: the information of the old data.
+    :param prior: the prior of the latents.
+    :param here: the latents, given z, as moments: ``mean + W' z``.
+    :param precision: that of the information about each z under the earlier prior, not
+        negative, (latents, M).
+    :param potential: h, (latents, M).
+    :param start: z under the earlier prior, where z is zero here, (latents, M).
+    :param turn: its derivatives in z, (latents, M, M).
     """
 
     prior: Prior
-    data: PseudoData
+    here: Moments
+    precision: Array
+    potential: Array
+    start: Array
+    turn: Array
+
+    @classmethod
+    @precise
+    def of(
+        cls, prior: Prior, here: Moments, white: Moments, start: Array, turn: Array
+    ) -> SeenPrior:
+        """Return the prior with the information of a posterior. Unresolved and negative
+        precisions are dropped.
+
+        :param prior: the prior of the latents.
+        :param here: the posterior from old data.
+        :param white: the same in units where the earlier prior was standard normal, by
+            principal axes.
+        :param start: see the class.
+        :param turn: see the class.
+        """
+        precision = 1 - jnp.square(white.whitener).sum(-1)
+        resolved = precision > jnp.finfo(precision.dtype).eps * precision.shape[-1]
+        potential = jnp.matvec(white.whitener, white.mean)
+        precision, potential = (
+            jnp.where(resolved, x, 0) for x in (precision, potential)
+        )
+        return cls(prior, here, precision, potential, start, turn)
 
     @property
     def loc(self) -> Array:
-        """The mean of the prior."""
-        return self.prior.loc
+        """The mean of z in the posterior from old data."""
+        return jnp.zeros_like(self.potential)
 
     @property
+    def _white(self) -> tuple[Array, Array]:
+        """The mean of the latents, and W, in standard deviations of the prior."""
+        loc, scale = self.prior
+        return (self.here.mean - loc) / scale, self.here.whitener / scale[..., None, :]
+
+    @property
+    @precise
     def natural(self) -> NaturalGaussian:
-        """The potential and precision of the product of both."""
-        targets, root = self.data
-        potential = jnp.vecmat(targets, root)
-        own = NaturalGaussian(potential, root.mT @ root)
-        pairs = zip(self.prior.natural, own, strict=True)
-        return NaturalGaussian(*(a + b for a, b in pairs))
+        """The potential and precision of z under prior and information."""
+        mean, rows = self._white
+        informed = self.precision[..., None] * self.turn
+        precision = rows @ rows.mT + self.turn.mT @ informed
+        told = self.potential - self.precision * self.start
+        potential = jnp.vecmat(told, self.turn) - jnp.matvec(rows, mean)
+        return NaturalGaussian(potential, precision)
 
     @precise
     def divergence(self, q: Moments) -> Array:
-        """Return KL(q || prior) minus the expected log of the pseudo-likelihood,
-        (latents,). It is at least minus the log of their evidence."""
-        targets, root = self.data
-        missed = targets - jnp.matvec(root, q.mean)
-        spread = jnp.square(root @ q.whitener.mT).sum((-2, -1))
-        unexplained = jnp.square(missed).sum(-1) + spread
-        return self.prior.divergence(q) + 0.5 * unexplained
+        """Return KL(q || prior) minus the expected log of the information, (latents,),
+        up to a constant."""
+        mean, rows = self._white
+        mean = mean + jnp.vecmat(q.mean, rows)
+        squares = jnp.square(mean).sum(-1) + jnp.square(q.whitener @ rows).sum((-2, -1))
+        before = self.start + jnp.matvec(self.turn, q.mean)
+        spread = jnp.square(q.whitener @ self.turn.mT).sum(-2)
+        told = self.precision * (jnp.square(before) + spread)
+        told = 0.5 * told - self.potential * before
+        log_scale = jnp.log(self.prior.scale).sum(-1)
+        size = rows.shape[-1]
+        return 0.5 * (squares - size - q.log_det) + log_scale + told.sum(-1)
 
     @precise
     def pull(self, mean: Array) -> Array:
@@ -167,6 +173,8 @@ class SeenPrior(NamedTuple):
 
         :param mean: the means, (latents, M).
         """
-        targets, root = self.data
-        missed = targets - jnp.matvec(root, mean)
-        return self.prior.pull(mean) - jnp.vecmat(missed, root)
+        middle, rows = self._white
+        pulled = jnp.matvec(rows, middle + jnp.vecmat(mean, rows))
+        before = self.start + jnp.matvec(self.turn, mean)
+        told = self.precision * before - self.potential
+        return pulled + jnp.vecmat(told, self.turn)

@@ -83,10 +83,10 @@ class Stream(NotPickled, instead="save the posterior, stream.posterior.save(path
         :class:`~numpyro_gpaug.ConjugateSVI`: ``"lbfgs"``, to the optimum of every
         batch; an optax transformation, restarted with every batch, for up to 50
         updates, whose rate limits the change in one batch; ``None``, not at all.
-        Inducing inputs that are a param stay fixed. Use float64 for long streams if
-        kernel matrices are close to singular (a squared exponential with inducing
-        inputs close together): tracking drops what earlier batches say about
-        directions that float32 does not resolve. ``None`` does not.
+        Inducing inputs that are a param stay fixed. In float32 a kernel matrix may be
+        too close to singular to carry information from one lengthscale to another (a
+        squared exponential with inducing inputs close together). A warning then says
+        so; a jitter of 1e-5 mends it.
     :raises NotImplementedError: for a joint posterior
         (:class:`~numpyro_gpaug.AutoLatentGaussian`), and for one that averages over
         hyperparameters.
