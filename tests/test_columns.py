@@ -80,16 +80,20 @@ def test_categories_become_codes() -> None:
     assert read(plain, known)[0] is plain
 
 
-def test_columns_of_tables_are_found_by_name() -> None:
+@pytest.mark.parametrize("names", [("a", "b"), (0, 1)])
+def test_columns_of_tables_are_found_by_name(names) -> None:
     def model(x):
         return x
 
-    table = pd.DataFrame({"a": [1.0, 2.0], "b": [3.0, 4.0]})
+    first, second = names
+    table = pd.DataFrame({first: [1.0, 2.0], second: [3.0, 4.0]})
     labels = Columns.read(model, (table,), {}).labels
-    (again,), *_ = Columns.read(model, (table[["b", "a"]],), {}, labels)
+    (again,), *_ = Columns.read(model, (table[[second, first]],), {}, labels)
     np.testing.assert_array_equal(again, table)
-    with pytest.raises(ValueError, match="x lacks the column 'b' of the fit"):
-        Columns.read(model, (table[["a"]],), {}, labels)
+    with pytest.raises(ValueError, match=f"x lacks the column '{second}' of the fit"):
+        Columns.read(model, (table[[first]],), {}, labels)
+    with pytest.raises(ValueError, match="x has columns of the same name"):
+        Columns.read(model, (table[[first, first]],), {}, labels)
 
 
 def test_arrow() -> None:

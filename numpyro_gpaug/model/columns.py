@@ -100,8 +100,7 @@ class Columns(NamedTuple):
                 return value
             if hasattr(value, "columns"):
                 columns = _columns(name, value, known.get(f"{name}.columns"))
-                if all(isinstance(k, str) for k in columns):
-                    labels[f"{name}.columns"] = tuple(columns)
+                labels[f"{name}.columns"] = tuple(map(str, columns))
                 return _table(name, value, columns)
             found, own = _column(name, value, known.get(name))
             if own is None:
@@ -252,11 +251,17 @@ def _numbers(name: str, value: Any) -> np.ndarray:
 
 
 def _columns(name: str, value: Any, known: tuple[str, ...] | None) -> list[Any]:
-    """Return the names of the columns of a table, in the order of the fit."""
-    columns = list(value.columns)
+    """Return the names of the columns of a table, in the order of the fit. Numbers and
+    their text are the same name."""
+    columns = {str(k): k for k in value.columns}
+    if len(columns) < len(value.columns):
+        raise ValueError(f"{name} has columns of the same name, {[*value.columns]}")
     if missing := [k for k in known or () if k not in columns]:
-        raise ValueError(f"{name} lacks the column {missing[0]!r} of the fit")
-    return list(known or columns)
+        raise ValueError(
+            f"{name} lacks the column {missing[0]!r} of the fit, and has "
+            f"{[*columns][:8]}. An array has columns in the order of the fit"
+        )
+    return [columns[k] for k in known or columns]
 
 
 def _table(name: str, value: Any, names: Sequence[Any]) -> np.ndarray:

@@ -66,8 +66,7 @@ def certificate(run: Any) -> str:
         what += (
             f"; the model could not be evaluated in about {loss:.0%} of the posterior"
         )
-        if run.programs.structure.functions:
-            what += " (in float32 a kernel matrix needs more jitter)"
+        what += " (in float32 covariance matrices may need more jitter, or use float64)"
     if run.slow:
         what += (
             f"; only {run.independence:.0%} of the draws by NUTS are independent (are "
