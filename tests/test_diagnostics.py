@@ -3,6 +3,7 @@
 
 import subprocess
 import sys
+import warnings
 from functools import cache
 
 import arviz_stats
@@ -452,6 +453,41 @@ def test_an_observation_is_left_out_with_its_weight(weight):
         "y.weight", errors="ignore"
     ) * float(weight[0])
     np.testing.assert_array_equal(diagnostics.sensitivity(tree), table)
+
+
+@pytest.mark.parametrize("kind", ["summed", "each", "prior"])
+def test_factors_of_data_that_are_not_left_out_get_a_warning(kind):
+    """Late entries, in a sum or each, and a constraint, which is no term of data."""
+
+    def model(x, entry, time=None):
+        b = numpyro.sample("b", dist.Normal(0, 1).expand([2]).to_event(1))
+        rate = jnp.exp(b[0] + b[1] * x)
+        if kind == "prior":
+            numpyro.factor("term", -jnp.square(b.sum()))
+        if kind == "summed":
+            numpyro.factor("term", (rate * entry).sum())
+        with numpyro.plate("data", len(x)):
+            if kind == "each":
+                numpyro.factor("term", rate * entry)
+            numpyro.sample("time", dist.Exponential(rate), obs=time)
+
+    x, entry = jnp.linspace(-1, 1, 9), jnp.full(9, 0.1)
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
+    fit = svi.run(random.key(0), 9, x, entry, entry + 1, progress_bar=False)
+    given = model, svi.guide, fit.params, x, entry, entry + 1
+    tree = diagnostics.to_datatree(random.key(1), *given)
+    with warnings.catch_warnings(record=True) as of_loo:
+        warnings.simplefilter("always")
+        diagnostics.loo(tree)
+    with warnings.catch_warnings(record=True) as of_fit:
+        warnings.simplefilter("always")
+        svi.posterior(fit).leave_one_out(x, entry, entry + 1)
+    told = [
+        [str(w.message) for w in ws if "factor" in str(w.message)]
+        for ws in (of_loo, of_fit)
+    ]
+    assert [len(x) for x in told] == [kind == "summed", kind != "prior"]
+    assert all("'term'" in x for x in sum(told, []))
 
 
 # -- calibration ----------------------------------------------------------------------

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,7 @@ def tree_of(
     axes: dict[str, tuple[str, ...]] | None = None,
     labels: Labels | None = None,
     seen: Mapping[str, Any] | None = None,
+    summed: Sequence[str] = (),
 ) -> DataTree:
     """Return a tree of arrays by group and name.
 
@@ -51,6 +52,7 @@ def tree_of(
     :param labels: labels by argument, which become coordinates.
     :param seen: the observations, :class:`~numpyro_gpaug.diagnostics._run.Seen`, by
         site. Weights become coordinates of their densities.
+    :param summed: factors that are sums over the data, for a warning.
     """
 
     def plain(name: str) -> str:
@@ -76,6 +78,8 @@ def tree_of(
             shape, dims = found[name].shape[2:], found[name].dims[2:]
             weight = {f"{name}.weight": (dims, np.broadcast_to(x.weight, shape))}
             tree["log_likelihood"] = found.to_dataset().assign_coords(weight)
+    if summed:
+        tree["log_likelihood"].attrs["summed"] = ", ".join(summed)
     coords: dict[str, list[str]] = {}
     for name, arguments in (axes or {}).items():
         site = tree["posterior"][plain(name)]

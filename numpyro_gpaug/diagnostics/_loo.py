@@ -30,7 +30,8 @@ def loo(tree: DataTree, site: str | None = None, *, correct: bool = True) -> Any
     Latents that the guide fixes at a point estimate (hyperparameters) are not refitted.
     Draws of :class:`~numpyro_gpaug.NestedVI` come from the posterior and have no such
     latents. A :func:`numpyro.factor` in the plate of the observations, with a term for
-    each, is part of their density. Others are neither left out nor scored. An
+    each, is part of their density. Others are neither left out nor scored, with a
+    warning if they are sums over the data. An
     observation is left out with its weight, if the model has
     :class:`numpyro.handlers.scale`, and its own density, without it, is scored.
 
@@ -57,6 +58,13 @@ def loo(tree: DataTree, site: str | None = None, *, correct: bool = True) -> Any
     arviz_stats = part_of_arviz("arviz_stats")
     check_tree(tree)
     _check_site(tree, site)
+    if summed := tree["log_likelihood"].attrs.get("summed"):
+        warnings.warn(
+            f"numpyro.factor {summed!r} is a sum over the data, and loo neither leaves "
+            "out nor scores its terms. Write it in the plate of the observations, with "
+            "a term for each",
+            stacklevel=2,
+        )
     tree = _without_ties(_without_missing(tree, site))
     stats = tree.children.get("sample_stats", {})
     # Draws of a guide are independent: their relative efficiency is 1.

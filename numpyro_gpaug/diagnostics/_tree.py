@@ -35,6 +35,7 @@ from numpyro_gpaug.likelihoods.expectations import stable_log_prob
 from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.closures import watched
 from numpyro_gpaug.model.columns import Columns
+from numpyro_gpaug.model.sources import factors_of_rows
 from numpyro_gpaug.model.structure import run_model
 from numpyro_gpaug.predict import Posterior
 
@@ -96,7 +97,16 @@ def tree_of_nested(key: Array, nested: NestedVI) -> DataTree:
             prior_sampler(nested.model), arguments, {}, prior_key, chains * num
         ),
     }
-    return tree_of(groups, None, nested.labelled_axes, nested.labels, seen)
+    summed = _summed(nested.model, nested.structure, arguments, seen)
+    return tree_of(groups, None, nested.labelled_axes, nested.labels, seen, summed)
+
+
+def _summed(model: Model, structure: Any, arguments: Arguments, seen: Any) -> list[str]:
+    """Return the names of the factors, observed sites without observations, that are
+    sums over data."""
+    names = [s.name for s in structure.observed if s.name not in seen]
+    found = factors_of_rows(model, names, structure, arguments)
+    return [k for k, summed in found.items() if summed]
 
 
 def compare_evidence(runs: Mapping[str, NestedVI]) -> pandas.DataFrame:
@@ -334,7 +344,8 @@ def to_datatree(
             )
             axes = posterior.arguments.axes
         groups = {**one_chain, **prior}
-        tree = tree_of(groups, programs.dims, axes, labels, observed)
+        summed = _summed(programs.model, programs.structure, arguments, observed)
+        tree = tree_of(groups, programs.dims, axes, labels, observed, summed)
         if losses is not None:
             from xarray import Dataset, DataTree
 

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpyro.distributions as dist
 from jax import random
 
@@ -14,7 +15,14 @@ from numpyro_gpaug.gp.conditional import Conditional
 from numpyro_gpaug.likelihoods.expectations import base_distribution
 from numpyro_gpaug.model.arguments import Arguments
 from numpyro_gpaug.model.columns import argument_names
-from numpyro_gpaug.model.jaxpr import ALONG, axes_of, by_place, called_jaxpr, inputs_of
+from numpyro_gpaug.model.jaxpr import (
+    ALONG,
+    axes_of,
+    by_place,
+    called_jaxpr,
+    dependence_on_arrays,
+    inputs_of,
+)
 from numpyro_gpaug.model.latents import Structure
 from numpyro_gpaug.model.program import Program
 from numpyro_gpaug.model.structure import flat_functions, run_model
@@ -85,6 +93,36 @@ def sources(
     )
     indices = (sorted(map(int, group)) for group in groups)
     return Sources(*(tuple(dict.fromkeys(names[i] for i in x)) for x in indices))
+
+
+def factors_of_rows(
+    model: Callable[..., Any],
+    names: Collection[str],
+    structure: Any,
+    arguments: Arguments,
+) -> dict[str, bool]:
+    """Return the factors that depend on arguments with a row for each datum, which are
+    likely to be terms of a likelihood, and whether each is one sum.
+
+    :param model: the model.
+    :param names: names of all factors.
+    :param structure: the structure of the model.
+    :param arguments: its arguments.
+    """
+    summed: dict[str, bool] = {}
+
+    def terms(given: Arguments) -> dict[str, Any]:
+        trace = run_model(flat_functions(model), given, random.key(0), structure.zeros)
+        found = {k: base_distribution(trace[k]["fn"]).log_factor for k in names}
+        summed.update({k: jnp.ndim(x) == 0 for k, x in found.items()})
+        return found
+
+    if not names:
+        return summed
+    shapes = enumerate(x.shape for x in arguments.arrays)
+    rows = {str(i) for i, x in shapes if x[:1] == (arguments.num_rows,)}
+    found = dependence_on_arrays(terms, arguments)
+    return {k: x for k, x in summed.items() if rows & inputs_of(found[k])}
 
 
 def names_of_arrays(

@@ -34,6 +34,7 @@ from numpyro_gpaug.model.display import latent_rows, observed_rows
 from numpyro_gpaug.model.latents import Structure
 from numpyro_gpaug.model.left_out import LeftOut
 from numpyro_gpaug.model.observations import check_observations
+from numpyro_gpaug.model.sources import factors_of_rows
 from numpyro_gpaug.model.structure import from_cache
 from numpyro_gpaug.predict.answers import depending
 from numpyro_gpaug.predict.archive import SavedFit, read_fit, write_fit
@@ -671,6 +672,14 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         """Check predictions of data that were left out, and return their
         distribution."""
         self.arguments.refuse_other_rows(self.model, arguments)
+        names = [s.name for s in self.structure.observed if s.factor and s.sources]
+        if left := [*factors_of_rows(self.model, names, self.structure, arguments)]:
+            warnings.warn(
+                f"numpyro.factor {left[0]!r} is a likelihood of the data, and its "
+                "terms are not left out. diagnostics.loo leaves out those of a factor "
+                "in the plate of the observations",
+                stacklevel=4,
+            )
         leaves = () if is_traced(arguments) else jax.tree.leaves(found)
         if any(np.isnan(leaf).any() for leaf in leaves):
             check_observations(whole_plates(self.model), self.structure, arguments)

@@ -39,6 +39,7 @@ from numpyro_gpaug.model.calls import check_count, check_key
 from numpyro_gpaug.model.closures import RunsModel
 from numpyro_gpaug.model.columns import Columns, Labels, labelled
 from numpyro_gpaug.model.labels import refuse_unordered
+from numpyro_gpaug.model.latents import Structure
 from numpyro_gpaug.model.padding import Padding
 from numpyro_gpaug.model.responses import Responses
 from numpyro_gpaug.model.structure import from_cache
@@ -527,8 +528,15 @@ class NestedVI(
 
         :raises RuntimeError: before a run.
         """
-        structure = self._known().programs.structure
-        return (*structure.others, *(site.name for site in structure.sites))
+        return (*self.structure.others, *(s.name for s in self.structure.sites))
+
+    @property
+    def structure(self) -> Structure:
+        """What the model of the last run shows: latents, likelihoods and sparsity.
+
+        :raises RuntimeError: before a run.
+        """
+        return self._known().programs.structure
 
     def _display(self) -> tuple[str, Rows]:
         if self._run is None:
