@@ -507,11 +507,10 @@ class Structure:
         for name, axes in grouping.sites:
             shape = self.site(name).shape
             over = tuple(shape[a] for a in axes)
-            rest = tuple(n for a, n in enumerate(shape) if a not in axes)
+            order = *axes, *(a for a in range(len(shape)) if a not in axes)
+            rest = tuple(shape[a] for a in order[len(axes) :])
             part = numbers[..., begin : begin + prod(rest) * grouping.size]
             begin += prod(rest) * grouping.size
-            front = range(len(lead), len(lead) + len(axes))
-            back = [len(lead) + a for a in axes]
             if grouping.size > 1:
                 before, after = self.missing(grouping)
                 there = slice(before, before + over[-1])
@@ -519,10 +518,8 @@ class Structure:
                 at = [slice(None)] * (len(lead) + len(over) - 1)
                 part = part.reshape(whole)[(*at, there)]
             moved = part.reshape((*lead, *over, *rest))
-            # NumPy or JAX, because places are NumPy arrays.
-            found[name] = (np if isinstance(moved, np.ndarray) else jnp).moveaxis(
-                moved, front, back
-            )
+            places = len(lead) + np.argsort(order)
+            found[name] = moved.transpose(*range(len(lead)), *map(int, places))
         return found
 
     def site(self, name: str) -> GaussianSite:

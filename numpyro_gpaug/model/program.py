@@ -35,26 +35,18 @@ class Gather(NamedTuple):
 
     :param name: the name of the input.
     :param sizes: the number of places along each coordinate of the indices.
-    :param indices: the variable of the indices, coordinates last.
-    :param raw: variables of the indices before negative ones are wrapped.
-    :param kept: the condition of a ``jnp.where`` that drops other entries, such as the
-        effect of a reference group: its variable, its value for entries that are kept,
-        and the axes of the entries that have no index.
     :param own: the sizes of the axes that are axes of the input itself, and not of a
         value that is computed from it, such as effects that are drawn with a scale.
     """
 
     name: str
     sizes: tuple[int, ...]
-    indices: Any
-    raw: tuple[int, ...]
-    kept: tuple[int, bool, tuple[int, ...]] | None = None
-    own: frozenset[int] = frozenset()
+    own: frozenset[int]
 
     def bad(self, values: Any) -> str | None:
         """Return a description of invalid indices, ``None`` if all are valid.
 
-        :param values: from :meth:`extremes`, as numbers.
+        :param values: from :meth:`Program.reached`, as numbers.
         """
         lows, highs, least = (np.asarray(x).tolist() for x in values)
         pairs = zip(self.sizes, lows, highs, strict=True)
@@ -71,29 +63,31 @@ class Gather(NamedTuple):
             )
         return None
 
-    @property
-    def variables(self) -> list[Any]:
-        """The variables that :meth:`extremes` takes the values of."""
-        return [self.indices, *self.raw, *([] if self.kept is None else self.kept[:1])]
 
-    def extremes(self, indices: Any, *others: Any) -> tuple[Any, Any, Any]:
-        """Return the least and largest index by coordinate, and the least before
-        wrapping.
+# The condition of a ``jnp.where`` that drops entries, such as the effect of a reference
+# group: its variable, its value for entries that are kept, and the axes of the entries
+# that have no index.
+_Kept = tuple[int, bool, tuple[int, ...]]
 
-        :param indices: values of the variable.
-        :param others: values of the other :attr:`variables`.
-        """
-        raw = [*others]
-        if self.kept is not None:
-            kept = (raw.pop() == self.kept[1]).any(self.kept[2])
-            indices = jnp.where(kept[..., None], indices, 0)
-            raw = [
-                jnp.where(kept.reshape(x.shape), x, 0) if x.size == kept.size else x
-                for x in raw
-            ]
-        flat = indices.reshape(-1, indices.shape[-1])
-        least = jnp.stack([jnp.zeros((), int), *(x.min().astype(int) for x in raw)])
-        return flat.min(0), flat.max(0), least.min()
+
+def _extremes(kept: _Kept | None, indices: Any, *given: Any) -> tuple[Any, Any, Any]:
+    """Return the least and largest index by coordinate, and the least before wrapping.
+
+    :param kept: which entries count; ``None`` for all.
+    :param indices: the indices, coordinates last.
+    :param given: the indices before negative ones are wrapped, and the condition.
+    """
+    raw = [*given]
+    if kept is not None:
+        here = (raw.pop() == kept[1]).any(kept[2])
+        indices = jnp.where(here[..., None], indices, 0)
+        raw = [
+            jnp.where(here.reshape(x.shape), x, 0) if x.size == here.size else x
+            for x in raw
+        ]
+    flat = indices.reshape(-1, indices.shape[-1])
+    least = jnp.stack([jnp.zeros((), int), *(x.min().astype(int) for x in raw)])
+    return flat.min(0), flat.max(0), least.min()
 
 
 class Program(Listing):
@@ -126,9 +120,9 @@ class Program(Listing):
                 if not isinstance(x, Literal):
                     self._using.setdefault(x, []).append(operation)
 
-    def gathers(self) -> Iterator[Gather]:
-        """Iterate over the inputs that are indexed by numbers that depend on no
-        input."""
+    def gathers(self) -> Iterator[tuple[Gather, _Kept | None, list[Any]]]:
+        """Iterate over the inputs that are indexed by numbers that depend on no input,
+        which entries count, and the variables of :func:`_extremes`."""
         for eqn, operands, results in self.operations:
             if eqn.primitive.name != "gather" or self.depends(operands[1]):
                 continue
@@ -137,29 +131,29 @@ class Program(Listing):
             names = tuple(self.value(operands[0]).state)
             sizes = tuple(shape[a] - slices[a] + 1 for a in axes)
             if names and sizes:
-                raw = tuple(self._before_wrapping(operands[1]))
                 kept = self._kept(results[0])
+                raw = [*self._before_wrapping(operands[1]), *(kept or ())[:1]]
                 own = frozenset(n for n in sizes if self._from_input(operands[0], n))
-                yield Gather(names[-1], sizes, operands[1], raw, kept, own)
+                yield Gather(names[-1], sizes, own), kept, [operands[1], *raw]
 
     def reached(self) -> list[tuple[Gather, tuple[Any, Any, Any]]]:
         """Return the indexed inputs, with the ranges of their indices."""
         gathers = list(self.gathers())
-        wanted = [x for gather in gathers for x in gather.variables]
+        wanted = [x for *_, variables in gathers for x in variables]
         operations = self.between(wanted, ())
 
         def extremes(known: dict[int, Any]) -> list[Any]:
             values = iter(execute(operations, wanted, known))
             return [
-                gather.extremes(*(next(values) for _ in gather.variables))
-                for gather in gathers
+                _extremes(kept, *(next(values) for _ in variables))
+                for _, kept, variables in gathers
             ]
 
         used = self.read_for(wanted, ())
         known = {k: x for k, x in self.constants.items() if k in used}
         # In one program, because each single operation would compile another one.
         ranges = once(extremes, known) if gathers else []
-        return list(zip(gathers, ranges, strict=True))
+        return list(zip((gather for gather, *_ in gathers), ranges, strict=True))
 
     def _from_input(self, variable: Any, size: int) -> bool:
         """Whether an axis of this size is one of an input that a variable is computed
@@ -174,8 +168,8 @@ class Program(Listing):
             (variable,) = moving
         return False
 
-    def _kept(self, variable: int) -> tuple[int, bool, tuple[int, ...]] | None:
-        """Return :attr:`Gather.kept` of the result of a gather."""
+    def _kept(self, variable: int) -> _Kept | None:
+        """Return which entries of the result of a gather count."""
         numbers = self.makers[variable].eqn.params["dimension_numbers"]
         shape = self.avals[variable].shape
         while True:

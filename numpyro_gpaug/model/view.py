@@ -141,8 +141,8 @@ class View:
 class Codes:
     """The dependence of data on latents by codes, computed once by a program.
 
-    :param extremes: results of :meth:`~numpyro_gpaug.model.program.Gather.extremes` for
-        all gathers.
+    :param extremes: ranges of indices from
+        :meth:`~numpyro_gpaug.model.program.Program.reached`, for all gathers.
     :param misfit: see :attr:`~numpyro_gpaug.model.view.View.misfit`.
     :param gathers: the indexed latents.
     """
@@ -165,8 +165,7 @@ class Codes:
     def of(cls, view: View, misfit: Array) -> Self:
         """Return the codes of a model at the arguments of its view."""
         found = view.gathers()
-        gathers = tuple(g._replace(indices=None, raw=(), kept=None) for g, _ in found)
-        return cls(tuple(extremes for _, extremes in found), misfit, gathers)
+        return cls(tuple(x for _, x in found), misfit, tuple(x for x, _ in found))
 
     @property
     def valid(self) -> Array:
