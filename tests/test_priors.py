@@ -110,7 +110,8 @@ def test_a_guide_has_the_prior_of_what_it_does_not_fix() -> None:
     x = jnp.linspace(0, 1, 8)
     guide = gpaug.AutoLatentGaussian(model)
     svi = gpaug.ConjugateSVI(model, guide)
-    params = svi.run(jax.random.key(0), 3, x, x**2, progress_bar=False).params
+    with pytest.warns(UserWarning, match="'shift' gets a point .* take it as known"):
+        params = svi.run(jax.random.key(0), 3, x, x**2, progress_bar=False).params
     tree = diagnostics.to_datatree(
         jax.random.key(1), model, guide, params, x, x**2, num_samples=30
     )

@@ -121,6 +121,7 @@ def warn_of_modes(
     prior, such as random effects from a Student-t distribution with an unknown scale.
     Their joint density may be largest at a scale near zero, with equal effects. The
     prior of a vector with a flat prior is in factors, which may contain any parameter.
+    Warn about scalars with a flat prior, too, such as an intercept.
 
     :param model: the model.
     :param arguments: its arguments.
@@ -140,15 +141,18 @@ def warn_of_modes(
         return {name: trace[name]["fn"] for name in vectors}
 
     vectors = [name for name, value in others.items() if value.size > 1]
+    for name, why in held:
+        if why == IMPROPER and name in others:
+            lost = "Intervals of other latents, and predictions, take it as known"
+            if name in vectors:
+                lost = (
+                    "Scales in a factor that penalises it become too small, often zero"
+                )
+            warnings.warn(
+                f"{name!r} gets a point estimate, since {why}. {lost}", stacklevel=2
+            )
     if not vectors:
         return
-    for name, why in held:
-        if why == IMPROPER and name in vectors:
-            warnings.warn(
-                f"{name!r} gets a point estimate, since {why}. Scales in a factor that "
-                "penalises it become too small, often zero",
-                stacklevel=2,
-            )
     found = dependence_tree(priors, others)
     unknown = {name: sorted(inputs_of(found[name]) - {name}) for name in vectors}
     for name, parameters in unknown.items():
