@@ -29,7 +29,9 @@ from numpyro_gpaug.model.jaxpr import COPIES, MOVES, called_jaxpr, is_linear
 
 _MOVES = MOVES | COPIES
 # Operations that do the same to every number of a sum.
-_PLACED = _MOVES | {"gather", "dynamic_slice", "reduce_sum"}
+_PLACED = _MOVES | {"gather", "dynamic_slice"}
+# Operations that return an exponential from an exponential and numbers.
+KEEPING = _PLACED | {"mul", "div", "neg", "pow", "integer_pow"}
 
 
 class NoFormError(Exception):
@@ -235,7 +237,7 @@ def _after_sums(eqn: Any, operands: list[Any]) -> Any:
     (like, *_) = (x for x in operands if isinstance(x, ExponentialSum))
     if name == "reduce_sum" and prod(shape) < like.mean.size:
         return Expected(applied(eqn, [like.expectation])[0])
-    if name in _PLACED and like is operands[0]:
+    if name in _PLACED | {"reduce_sum"} and like is operands[0]:
         return jax.tree.map(lambda x: applied(eqn, [x, *operands[1:]])[0], like)
     if name not in _RULES:
         raise NoFormError(name)

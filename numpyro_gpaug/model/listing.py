@@ -18,7 +18,7 @@ from jax import Array, lax
 from jax.extend.core import Literal
 
 from numpyro_gpaug.math.equations import applied, carried_by, walked
-from numpyro_gpaug.model.exponentials import ExponentialSum, NoFormError, after
+from numpyro_gpaug.model.exponentials import KEEPING, ExponentialSum, NoFormError, after
 from numpyro_gpaug.model.jaxpr import OWN_DERIVATIVE, Reader, State, Value, called_jaxpr
 
 
@@ -147,7 +147,7 @@ class Listing:
             if eqn.primitive.name == "exp":
                 return found[::-1] if self.affine(operands[0]) else []
             moving = [x for x in operands if self.depends(x)]
-            if len(moving) != 1:
+            if len(moving) != 1 or eqn.primitive.name not in KEEPING:
                 break
             (variable,) = moving
         return []
