@@ -22,13 +22,12 @@ from threadpoolctl import threadpool_info, threadpool_limits
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.gaussians.base import GaussianFactors
 from numpyro_gpaug.infer.nested.bound import Start, moments_given
-from numpyro_gpaug.infer.nested.drawer import Drawer, Points
+from numpyro_gpaug.infer.nested.drawer import Points
 from numpyro_gpaug.infer.nested.draws import best_width
 from numpyro_gpaug.infer.nested.hyperparameters import Hyperparameters
 from numpyro_gpaug.infer.nested.known import Known
-from numpyro_gpaug.infer.nested.latent_modes import Searched, _is_concave
+from numpyro_gpaug.infer.nested.latent_modes import _is_concave
 from numpyro_gpaug.infer.nested.mirrors import mirrored
-from numpyro_gpaug.infer.nested.programs import Drawn, Evaluated
 from numpyro_gpaug.infer.nested.proposal import (
     Mode,
     Proposal,
@@ -688,15 +687,6 @@ def test_more_modes_than_are_drawn_from_void_the_certificate():
     assert not found.certified
 
 
-@pytest.mark.parametrize(("modes", "drawn"), [(1, True), (8, True), (9, False)])
-def test_what_was_looked_for_is_said(modes, drawn):
-    searched = Searched(concave=False, searches=20, modes=modes)
-    assert searched.all_drawn == drawn
-    assert ("no second mode" in searched.said) == (modes == 1)
-    assert "by 20 searches" in searched.said
-    assert not Searched(concave=True).said
-
-
 def test_terms_are_concave_or_not():
     x = np.concatenate([-(1.5 ** np.arange(12)[::-1]), 1.5 ** np.arange(12)])
     with np.errstate(divide="ignore"):
@@ -895,34 +885,6 @@ def test_draws_are_from_the_gaussian_that_was_found(x64, model):
     np.testing.assert_allclose(found, expected, atol=5e-4)
 
 
-@pytest.mark.parametrize("lost", [np.nan, -1e20])
-def test_a_gaussian_starts_from_the_nearest_one_or_anew(lost):
-    tried = []
-
-    class Recorder:
-        hyper, batch = SimpleNamespace(size=1), 1
-
-        def no_start(self, arrays):
-            return Start(np.full((1, 2), np.nan), np.zeros(1, bool))
-
-        def evaluate(self, points, start, arrays, *, gradient):
-            tried.append(float(start.factors[0, 0]))
-            # Far out, factors of other points are wrong.
-            wrong = points[0, 0] > 9 and start.known.any()
-            bound = np.array([lost if wrong else 1.0])
-            zero, factors = np.zeros(1), np.repeat(points, 2, 1)
-            return Evaluated(bound, zero, np.zeros((1, 1)), zero, {}, factors, None)
-
-    drawer = Drawer(Recorder(), (), np.random.default_rng(0), None)
-    values = [
-        float(drawer.evaluate(np.array([[x]]))[0][0]) for x in (0.0, 1.0, 0.4, 10.0)
-    ]
-    np.testing.assert_array_equal(tried, [0.0, 0.0, 0.0, 1.0, np.nan])
-    assert values == [1.0] * 4
-    # A failed point is not a start for others.
-    np.testing.assert_array_equal(drawer.known.at(np.array([[9.9]]))[0], [[10.0] * 2])
-
-
 def test_factors_between_those_known_and_far_from_them():
     rng = np.random.default_rng(0)
     none = Start(GaussianFactors(*np.zeros((2, 1, 1))), np.zeros(1, bool))
@@ -971,30 +933,6 @@ def test_a_vanishing_precision_does_not_spoil_what_is_between_others():
     np.testing.assert_allclose(known.at(inside)[0], factors(inside), atol=0.05)
 
 
-def test_losses_of_searches_decide_where_factors_are_interpolated():
-    drawer = Drawer.__new__(Drawer)
-    structure = SimpleNamespace(dtype=np.float32)
-    drawer.programs, drawer.best = SimpleNamespace(structure=structure), -np.inf
-    doubts = np.geomspace(1e-6, 1e4, 31)
-
-    def most(losses):
-        drawer._doubts, drawer._losses = list(doubts), list(losses)
-        assert drawer._calibrated()
-        return drawer._most
-
-    # Losses that grow with the doubts are small up to there.
-    assert 1e-3 < most(0.01 * doubts / 1e-2) < 0.1
-    # Losses everywhere leave no interpolation, and none anywhere allow all of it.
-    assert most(0.5 + 0 * doubts) < 1e-3
-    assert most(0.001 + 0 * doubts) >= doubts[-1]
-    # Nor do losses that are rounding errors of a large bound.
-    drawer.best = -2e5
-    assert most(0.03 + 0 * doubts) >= doubts[-1]
-    assert most(0.5 + 0 * doubts) < 1e-3
-    drawer._doubts, drawer._losses = [np.inf] * 31, [0.0] * 31
-    assert not drawer._calibrated()
-
-
 def test_factors_of_normal_data_are_known_between_others():
     """Their precisions are exponentials of the logarithm of the noise, and they observe
     the data; a precision that changes its sign has no logarithm."""
@@ -1016,58 +954,6 @@ def test_factors_of_normal_data_are_known_between_others():
     assert negative.any()
     np.testing.assert_array_equal(positive[negative][:, [2, 5]], 0)
     np.testing.assert_array_equal(positive[~negative], found[~negative])
-
-
-def test_interpolations_that_draws_contradict_are_noticed():
-    """The third bound was found, and is .3 nats above the evidence of its draws. The
-    second was interpolated and is 7 nats above, and the last precision is negative."""
-    drawer = Drawer.__new__(Drawer)
-    drawer._excess = -np.inf
-    bound = np.array([5.2, 9.0, 1.3, 4.0, 7.0])
-    evidence = np.array([5.0, 2.0, 1.0, 4.5, 6.0])
-    # Their mean is the evidence, without half of the determinant.
-    ratios = evidence[:, None] - 0.7 + np.log([0.5, 1.5])
-    log_det = np.array([1.4] * 4 + [np.nan])
-    drawn = Drawn(None, None, log_det, ratios, np.zeros((5, 2)), {})
-    sure = np.array([True, True, False, True, True])
-    found = drawer._unlike(drawn, [SimpleNamespace(bound=bound, sure=sure)])
-    np.testing.assert_array_equal(found, [False, True, False, False, True])
-    np.testing.assert_allclose(drawer._excess, 0.3, rtol=1e-9)
-
-
-def test_draws_that_are_bad_by_chance_stay():
-    """Draws at the points 1, 2 and 4 contradict interpolations; a search shows that the
-    one at 2 was accurate."""
-    drawer, drawn = Drawer.__new__(Drawer), []
-    drawer.programs = SimpleNamespace(chunk=3)
-    drawer._bar = SimpleNamespace(update=lambda rows: None)
-
-    class Gaussian:
-        def __init__(self, x):
-            self.points = self.bound = x
-
-        def part(self, places):
-            return Gaussian(self.points[places])
-
-    def chunk(points, widths, gaussians):
-        drawn.append(points[:, 0].tolist())
-        n = points[:, 0]
-        again = np.full(len(n), len(drawn[-1]) < 2)
-        found = Points(n[:, None, None], 10 + n, n, again[:, None], n, {}, n)
-        return found, np.isin(n, [1, 2, 4]) & ~again
-
-    def lost(gaussians):
-        return np.flatnonzero(gaussians[0].points != 2)
-
-    drawer._chunk, drawer._lost = chunk, lost
-    points = np.arange(5.0)[:, None]
-    known = [Gaussian(points[:, 0])]
-    found = drawer._in_chunks(
-        points, np.ones((5, 1)), lambda here: [known[0].part(here)], kept=True
-    )
-    assert drawn == [[0, 1, 2], [1], [3, 4], [4]]
-    np.testing.assert_array_equal(found.log_joint_over_q[:, 0], [0, 1, 0, 0, 1])
-    np.testing.assert_array_equal(found.bound[[0, 2, 3]], [10, 2, 13])
 
 
 def test_bounds_far_from_the_mode_do_not_spoil_the_proposal():
@@ -1166,31 +1052,39 @@ def weighted(ratios, **options):
     return Weighted.of(points, ratios, normalised=True)
 
 
+def rounds(density, d, key, num=512, most=64, draws=1):
+    """Weighted points of the first proposal, a standard t distribution, and of the
+    rounds after it: hyperparameters of a known density, without latents.
+
+    :param density: logarithms of target weights, (n,) or (n, draws), of points (n, d).
+    """
+
+    class Target:
+        alike = 1
+
+        def draw(self, points, widths, *, found):
+            n, log = np.zeros(len(points)), density(points)
+            ratios = np.broadcast_to(log.reshape(len(n), -1), (len(n), draws))
+            return Points(n[:, None, None], n, n, ratios, n, {}, n)
+
+    start, rng = StudentT.symmetric(np.zeros(d), np.eye(d)), np.random.default_rng(key)
+    pool = Pool(Target(), np.ones(draws), np.zeros((0, d)), rng, np.ones((1, d)))
+    first = pool.draw(Proposal((start,), (1.0,), 0.0), num)
+    return first, extended(pool, first, start, num, most)
+
+
 @pytest.mark.parametrize("d", [1, 2])
 def test_rounds_make_weights_even(d):
     """The first proposal is a t distribution that is too narrow for exponential tails.
     k-hat falls below its limit with every key, and the evidence is right.
     """
 
-    class Exact:
-        """Draws of no latents at points whose density is known."""
+    def density(points):
+        tails = np.where(points < 0, np.exp(points / 3), np.exp(-points))
+        return np.log(tails / 4).sum(1)
 
-        alike = 1
-
-        def draw(self, points, widths, *, found):
-            tails = np.where(points < 0, np.exp(points / 3), np.exp(-points))
-            log = np.log(tails / 4).sum(1)
-            n = np.zeros(len(points))
-            ratios = np.repeat(log[:, None], 2, 1)
-            return Points(n[:, None, None], n, log, ratios, n, {}, n)
-
-    start, first = StudentT.symmetric(np.zeros(d), np.eye(d)), []
-    for key in range(5):
-        rng = np.random.default_rng(key)
-        pool = Pool(Exact(), np.ones(2), np.zeros((0, d)), rng, np.ones((1, d)))
-        found = pool.draw(Proposal((start,), (1.0,), 0.0), 512)
-        first.append(found.certified)
-        found = extended(pool, found, start, 512, 64)
+    both = [rounds(density, d, key, draws=2) for key in range(5)]
+    for _, found in both:
         assert found.certified
         assert len(found.points) <= 8 * 512
         error = found.log_evidence_error
@@ -1198,7 +1092,7 @@ def test_rounds_make_weights_even(d):
         mean = np.exp(found.log_weights).sum(1) @ found.points
         # A quarter of a standard deviation.
         np.testing.assert_allclose(mean, -2.0, atol=0.25 * np.sqrt(10))
-    assert not all(first)
+    assert not all(first.certified for first, _ in both)
 
 
 @pytest.mark.parametrize(
@@ -1211,22 +1105,13 @@ def test_rounds_draw_where_few_points_have_large_weights(share, place, width, ke
     more points of the same proposal do not lower k-hat. Second, new draws from the
     proposals that were found show that rounds have to go on."""
 
-    class Tailed:
-        alike = 1
+    def density(points):
+        main = stats.norm.logpdf(points).sum(1) + np.log(1 - share)
+        tail = stats.norm(place, width).logpdf(points).sum(1) + np.log(share)
+        return np.logaddexp(main, tail)
 
-        def draw(self, points, widths, *, found):
-            n = np.zeros(len(points))
-            main = stats.norm.logpdf(points).sum(1) + np.log(1 - share)
-            tail = stats.norm(place, width).logpdf(points).sum(1) + np.log(share)
-            ratios = np.logaddexp(main, tail)[:, None]
-            return Points(n[:, None, None], n, n, ratios, n, {}, n)
-
-    start = StudentT.symmetric(np.zeros(3), np.eye(3))
     for key in keys:
-        rng = np.random.default_rng(key)
-        pool = Pool(Tailed(), np.ones(1), np.zeros((0, 3)), rng, np.ones((1, 3)))
-        first = pool.draw(Proposal((start,), (1.0,), 0.0), 512)
-        found = extended(pool, first, start, 512, 64)
+        _, found = rounds(density, 3, key)
         assert found.certified
         assert len(found.points) <= 2 * 512
 
@@ -1237,40 +1122,22 @@ def test_rounds_do_not_make_the_evidence_too_small():
     standard errors.
     """
 
-    class Skewed:
-        alike = 1
+    def density(points):
+        return stats.gumbel_r.logpdf(points).sum(1)
 
-        def draw(self, points, widths, *, found):
-            log, n = stats.gumbel_r.logpdf(points).sum(1), np.zeros(len(points))
-            return Points(n[:, None, None], n, n, log[:, None], n, {}, n)
-
-    d, errors = 8, []
-    start = StudentT.symmetric(np.zeros(d), np.eye(d))
-    for key in range(10):
-        rng = np.random.default_rng(key)
-        pool = Pool(Skewed(), np.ones(1), np.zeros((0, d)), rng, np.ones((1, d)))
-        first = pool.draw(Proposal((start,), (1.0,), 0.0), 512)
-        errors.append(extended(pool, first, start, 512, 64).log_evidence)
-    assert abs(np.mean(errors)) < 0.06
+    found = [rounds(density, 8, key)[1].log_evidence for key in range(10)]
+    assert abs(np.mean(found)) < 0.06
 
 
 def test_rounds_end_where_they_are_of_no_use():
     """The weights of latents that are drawn badly stay what they are."""
-
-    class Uneven:
-        alike, rng = 1, np.random.default_rng(0)
-
-        def draw(self, points, widths, *, found):
-            n = np.zeros(len(points))
-            ratios = -1.5 * np.log(self.rng.uniform(size=(len(n), 2)))
-            ratios += stats.norm.logpdf(points)
-            return Points(n[:, None, None], n, n, ratios, n, {}, n)
-
-    d = StudentT.symmetric(np.zeros(1), np.eye(1))
     rng = np.random.default_rng(0)
-    pool = Pool(Uneven(), np.ones(2), np.zeros((0, 1)), rng, np.ones((1, 1)))
-    first = pool.draw(Proposal((d,), (1.0,), 0.0), 128)
-    found = extended(pool, first, d, 128, 1)
+
+    def density(points):
+        uneven = -1.5 * np.log(rng.uniform(size=(len(points), 2)))
+        return uneven + stats.norm.logpdf(points)
+
+    _, found = rounds(density, 1, 0, 128, 1, draws=2)
     assert not found.certified
     assert 128 < len(found.points) < 4 * 128
 
