@@ -59,45 +59,6 @@ def begun(steps):
     return jnp.concatenate([first[None], x])[:, None]
 
 
-def trend(steps):
-    """Levels that slopes move, which forget."""
-    phi, scale, _ = hyperparameters()
-
-    def step(state, _):
-        level, slope = state
-        with numpyro.plate("items", ITEMS):
-            level = numpyro.sample("level", dist.Normal(level + slope, scale))
-            slope = numpyro.sample("slope", dist.Normal(phi * slope, 0.5 * scale))
-        return (level, slope), level
-
-    start = jnp.zeros((2, ITEMS))
-    (_, last), levels = scan(step, tuple(start), None, length=steps)
-    numpyro.deterministic("last", last)
-    return levels
-
-
-def vector(steps):
-    phi, scale, _ = hyperparameters()
-    transition = phi * jnp.array([[0.9, 0.3], [-0.3, 0.9]])
-    d = dist.GaussianStateSpace(steps, transition, scale_tril=scale * jnp.eye(2))
-    return numpyro.sample("x", d)[:, :1]
-
-
-def written_out(steps):
-    """Without NumPyro's scan."""
-    phi, scale, _ = hyperparameters()
-    noise = numpyro.sample("noise", dist.Normal(0, 1).expand([steps]).to_event(1))
-    _, x = jax.lax.scan(lambda x, e: (phi * x + scale * e,) * 2, 0.0, noise)
-    return x[:, None]
-
-
-def walk(steps):
-    """Running sums, written out."""
-    _, scale, _ = hyperparameters()
-    noise = numpyro.sample("noise", dist.Normal(0, 1).expand([steps]).to_event(1))
-    return jnp.cumsum(scale * noise)[:, None]
-
-
 def lags(steps):
     """The model: an autoregression of second order for every item."""
 
@@ -152,12 +113,8 @@ def guided(states):
     ("states", "form"),
     [
         (lags, r"3 chains of 12 blocks of 2 steps of 2 \(x\), 0 others"),
-        slow(trend, r"3 chains of 24 steps of 2 \(level, slope\), 0 others"),
         slow(panel, r"3 chains of 24 steps of 1 \(x\), 0 others"),
         slow(begun, r"a chain of 23 steps of 1 \(noise\), 1 others"),
-        slow(vector, r"a chain of 24 steps of 2 \(x\), 0 others"),
-        slow(written_out, r"a chain of 24 steps of 1 \(noise\), 0 others"),
-        slow(walk, r"a chain of 24 steps of 1 \(noise\), 0 others"),
         slow(
             seasonal(3),
             r"a chain of 12 blocks of 2 steps of 6 \(level, new, shock\), 0 others"

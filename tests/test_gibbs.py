@@ -3,7 +3,7 @@
 guests of NumPyro's MCMC."""
 
 from contextlib import ExitStack
-from functools import cache, partial
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -13,18 +13,12 @@ import numpyro.distributions as dist
 import pytest
 from numpyro import handlers
 from numpyro.infer import MCMC, NUTS
-from scipy.linalg import block_diag
 from scipy.stats import norm
 
 import numpyro_gpaug as gpaug
-from numpyro_gpaug.gaussians.base import GaussianFactors
-from numpyro_gpaug.gaussians.dense import AffineMap, Prior
-from numpyro_gpaug.gp.conditional import Outputs
 from numpyro_gpaug.infer.mcmc.elliptical import minus_log_density
-from numpyro_gpaug.infer.mcmc.parts import Geometry, Part
-from numpyro_gpaug.model.latents import GaussianSite, Structure
 from tests.chains import assert_same_distribution, importance_draws, many_chains
-from tests.conftest import assert_close, slow
+from tests.conftest import slow
 
 KEY = jax.random.key(0)
 X = np.random.default_rng(0).normal(size=(20, 2)).astype(np.float32)
@@ -225,61 +219,6 @@ def test_parts_are_drawn_from_the_posterior(model, sampler) -> None:
 # -- the Gaussian part -----------------------------------------------------------------
 
 
-def test_draws_and_evidence_given_factors(x64) -> None:
-    """A process with two latents is factorised by its inducing values or by its data,
-    and as a joint Gaussian of the same numbers.
-    """
-    rng, size, num = np.random.default_rng(0), 3, 4
-    A = rng.normal(size=(size, num))
-    offset, h, w = (rng.normal(size=(2, num)) for _ in range(3))
-    w = w**2
-    w[0, 0] = h[0, 0] = 0.0
-    site = GaussianSite("f.v", (2, size), (2, size), local=False)
-    structure = Structure((), (), (), {}, {}, {}, joint=True, dtype=float).with_sites(
-        (site,)
-    )
-    outputs = Outputs(None, None, None, 2, num)
-    factors = GaussianFactors(h.ravel(), w.ravel())
-
-    def predictors(f):
-        return 1 - 2 * f.T.ravel()
-
-    ways = {}
-    for gram in (False, True):
-        map_ = AffineMap(offset, A[None], jnp.zeros_like(offset))
-        part = Part(structure, "f")
-        map_ = map_._replace(
-            gram=map_.projection.mT @ map_.projection if gram else None
-        )
-        ways[gram] = part, Geometry(None, part.standard, (), {"f": (map_, outputs)})
-    whole = jnp.asarray(block_diag(A, A))[None]
-    joint = AffineMap(
-        1 - 2 * offset.reshape(1, -1), -2 * whole, jnp.zeros((1, 2 * num))
-    )
-    standard = Prior(jnp.zeros((1, 2 * size)), jnp.ones((1, 2 * size)))
-    ways["joint"] = Part(structure), Geometry(joint, standard, (), {})
-    P = -2 * block_diag(A, A)
-    cover = np.linalg.inv(np.eye(2 * size) + P @ np.diag(w.ravel()) @ P.T)
-    away = 1 - 2 * offset.ravel()
-    mean = cover @ P @ (h.ravel() - w.ravel() * away)
-    log_sum = 0.5 * np.linalg.slogdet(cover)[1] + 0.5 * mean @ np.linalg.solve(
-        cover, mean
-    )
-    log_sum += np.sum(h.ravel() * away - 0.5 * w.ravel() * away**2)
-    count = 8000
-    keys, error = jax.random.split(KEY, count), np.sqrt(np.diag(cover) / count)
-    for part, geometry in ways.values():
-        z = geometry.prior.loc + 0.5
-        draw = partial(
-            part.draw, z=z, factors=factors, geometry=geometry, predictors=predictors
-        )
-        found = np.asarray(jax.jit(jax.vmap(draw))(keys)).reshape(count, -1)
-        assert np.all(np.abs(found.mean(0) - mean) < 4.5 * error)
-        assert np.abs(np.cov(found.T) - cover).max() < 0.06
-        found = jax.jit(partial(part.log_evidence, factors, geometry, predictors))()
-        assert_close(found, log_sum)
-
-
 # -- a guest of MCMC -------------------------------------------------------------------
 
 
@@ -294,46 +233,19 @@ def linear(X, y=None):
 REALS = X[:, 0] - X[:, 1] ** 2
 
 
-def test_chains_thinning_resuming_and_extra_fields() -> None:
-    kernel = gpaug.AugmentedGaussian(linear)
-    data = {"num_warmup": 5, "num_samples": 10}
+def test_chains_thinning_and_extra_fields() -> None:
     fields = ("aux.y.precision",)
-    mcmc = run(kernel, X, REALS, extra_fields=fields, thinning=2, **data)
-    samples = mcmc.get_samples()
-    assert {k: v.shape for k, v in samples.items()} == {"mean": (5, 20), "w": (5, 2)}
-    precision = np.asarray(mcmc.get_extra_fields()["aux.y.precision"])
-    assert precision.shape == (5, 20)
-    assert np.all(precision > 0)
-    mcmc.post_warmup_state = mcmc.last_state
-    mcmc.run(mcmc.last_state.rng_key, X, REALS)
-    # Two runs make the same chain as one run twice as long.
-    whole = run(
-        gpaug.AugmentedGaussian(linear), X, REALS, thinning=2,
-        **{**data, "num_samples": 20},
-    )  # fmt: skip
-    np.testing.assert_allclose(
-        mcmc.get_samples()["w"], whole.get_samples()["w"][5:], rtol=1e-4, atol=1e-4
-    )
-
-
-@pytest.mark.parametrize(
-    "method",
-    [
-        slow("sequential"),
-        "vectorized",
-        slow(jax.vmap),
-    ],
-)
-def test_several_chains(method) -> None:
-    kernel = gpaug.AugmentedGaussian(linear)
     mcmc = run(
-        kernel, X, REALS, num_warmup=2, num_samples=4, num_chains=2,
-        chain_method=method, progress_bar=method != jax.vmap,
+        gpaug.AugmentedGaussian(linear), X, REALS, num_warmup=5, num_samples=10,
+        thinning=2, extra_fields=fields, num_chains=2, chain_method="vectorized",
     )  # fmt: skip
-    w = np.asarray(mcmc.get_samples(group_by_chain=True)["w"])
-    assert w.shape == (2, 4, 2)
-    assert np.isfinite(w).all()
-    assert not np.allclose(w[0], w[1])
+    samples = mcmc.get_samples(group_by_chain=True)
+    shapes = {k: v.shape for k, v in samples.items()}
+    assert shapes == {"mean": (2, 5, 20), "w": (2, 5, 2)}
+    assert not np.allclose(*samples["w"])
+    precision = np.asarray(mcmc.get_extra_fields(group_by_chain=True)[fields[0]])
+    assert precision.shape == (2, 5, 20)
+    assert np.all(precision > 0)
 
 
 # -- refusals --------------------------------------------------------------------------

@@ -365,22 +365,6 @@ def test_predictions_are_those_of_draws(counts):
     assert (np.abs(second - variance) < 4 * error).all()
 
 
-def test_quantiles_of_predictions():
-    def model(t, y=None):
-        b = numpyro.sample("b", dist.Normal(0, 1))
-        with numpyro.plate("data", len(t)):
-            # Of no quantiles in NumPyro; scales need not be known.
-            numpyro.sample("y", dist.Weibull(1e6 * jnp.exp(b + 0.5 * t), 1.5), obs=y)
-
-    svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
-    posterior = unfitted(svi, T, 1e6 * POSITIVE)
-    predicted = posterior.predict_y(T[:4])
-    q = np.array([0.05, 0.5, 0.9])[:, None]
-    np.testing.assert_allclose(predicted.cdf(predicted.icdf(q)), q * np.ones(4), 1e-4)
-    assert (predicted.cdf(-1.0) == 0).all()
-    assert (predicted.icdf(1.0) == np.inf).all()
-
-
 def test_new_groups_are_draws_from_their_prior(counts):
     posterior, result, _ = counts
     known = posterior.predict_f(T[:1], np.array([2]), site="mu", members=5)

@@ -148,33 +148,6 @@ def test_models_without_gaussian_latents_are_told_what_these_are(model, message)
         svi.init(KEY, T, np.ones(N, int))
 
 
-def test_draws_have_the_density_of_their_values():
-    """Where the posterior is Gaussian, every draw's importance ratio is the evidence,
-    for any scales and factors of the latents.
-    """
-
-    def normal(t, y=None):
-        b = numpyro.sample("b", dist.Normal(0, 2))
-        with numpyro.plate("groups", 4):
-            a = numpyro.sample("a", dist.Normal(b, 3))
-        c = numpyro.sample("c", jointly)
-        with numpyro.plate("data", len(t)):
-            numpyro.sample("y", dist.Normal(a[GROUP] + c[0] * t + c[1], 0.5), obs=y)
-
-    factor = np.linalg.cholesky([[2.0, 0.5], [0.5, 1.0]])
-    jointly = dist.MultivariateNormal(jnp.zeros(2), scale_tril=factor)
-
-    guide = gpaug.AutoLatentGaussian(normal)
-    svi = gpaug.ConjugateSVI(normal, guide, None)
-    result = svi.run(KEY, 10, T, REAL, progress_bar=False)
-    tree = gpaug.diagnostics.to_datatree(
-        KEY, normal, guide, result.params, T, REAL, num_samples=50
-    )
-    stats = tree["sample_stats"]
-    ratios = (stats["log_p"] - stats["log_q"]).values
-    np.testing.assert_allclose(ratios, -result.losses[-1], rtol=1e-4)
-
-
 def of_a_process(X, y=None, *, inducing):
     mean = numpyro.sample("mean", dist.Normal(0, 1))
     gp = gpaug.GaussianProcess("f", gpaug.kernels.Matern52(), inducing)

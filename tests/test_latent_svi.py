@@ -89,27 +89,6 @@ def test_routes_are_those_of_the_guide() -> None:
     assert loss.routes(guide, *args) == {"y": gpaug.Route.EXPONENTIAL}
 
 
-@pytest.mark.slow
-def test_a_latent_may_have_the_name_of_the_joint_gaussian() -> None:
-    def model(group, y=None):
-        tau = numpyro.sample("latents", dist.HalfNormal(1))
-        with numpyro.plate("groups", GROUPS):
-            effect = numpyro.sample("effect", dist.Normal(0, tau))
-        with numpyro.plate("data", N):
-            numpyro.sample("y", dist.Normal(effect[group], 0.7), obs=y)
-
-    args = GROUP, DATA["normal"]
-    svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
-    fit = svi.run(jax.random.key(0), 2, *args, progress_bar=False)
-    posterior = svi.posterior(fit)
-    assert posterior.values["latents"] == fit.params["latents_auto_loc"]
-    assert posterior["effect"].mean.shape == (GROUPS,)
-    # Two params would have one name.
-    dense = gpaug.AutoLatentGaussian(model, covariance="dense")
-    with pytest.raises(ValueError, match="'latents' would share .*_auto_loc'.* rename"):
-        dense.setup(*args)
-
-
 def test_natural_parameters_are_refused_by_name() -> None:
     def model(x, y=None):
         b = numpyro.sample("b", dist.Normal(0, 1))

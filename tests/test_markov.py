@@ -146,23 +146,6 @@ def test_the_bound_is_the_evidence_that_a_quasiseparable_solver_finds(dtype):
 
 
 @pytest.fixture(scope="module")
-def of_curve():
-    """A fit at fixed hyperparameters."""
-    t, y = (np.asarray(x, np.float32) for x in (T, REAL))
-    svi = gpaug.ConjugateSVI(curve, gpaug.AutoLatentGaussian(curve), None)
-    return svi, svi.run(jax.random.key(0), 3, t, y, progress_bar=False)
-
-
-def test_draws_between_the_times_of_data_have_the_posterior_moments(of_curve):
-    svi, result = of_curve
-    posterior, new = svi.posterior(result), np.float32(T_NEW[1:])
-    draws = posterior.sample(jax.random.key(1), new, site="f", sample_shape=(20000,))
-    joint = posterior.predict_f(new, site="f", full_covariance=True)
-    np.testing.assert_allclose(np.mean(draws, 0), joint.mean, atol=0.04)
-    np.testing.assert_allclose(np.cov(draws.T), joint.variance, atol=0.05)
-
-
-@pytest.fixture(scope="module")
 def of_short_steps():
     """A fit, and its data."""
 
@@ -171,8 +154,8 @@ def of_short_steps():
         with numpyro.plate("data", len(t)):
             numpyro.sample("y", dist.Normal(f, 0.3), obs=y)
 
-    t = np.arange(300, dtype=np.float32) / 50
-    y = np.sin(t) + 0.3 * np.random.default_rng(0).normal(size=300).astype("float32")
+    t = np.arange(150, dtype=np.float32) / 50
+    y = np.sin(t) + 0.3 * np.random.default_rng(0).normal(size=150).astype("float32")
     svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
     return svi, svi.run(jax.random.key(0), 3, t, y, progress_bar=False), (t, y)
 
@@ -186,6 +169,15 @@ def test_densities_of_a_fit_at_very_short_steps(of_short_steps):
     stats = tree["sample_stats"]
     difference = stats["log_p"].values - stats["log_q"].values
     np.testing.assert_allclose(difference, -result.losses[-1], atol=0.2)
+
+
+def test_draws_between_the_times_of_data_have_the_posterior_moments(of_short_steps):
+    svi, result, _ = of_short_steps
+    posterior, new = svi.posterior(result), np.float32(T_NEW[1:] / 4)
+    draws = posterior.sample(jax.random.key(1), new, site="f", sample_shape=(20000,))
+    joint = posterior.predict_f(new, site="f", full_covariance=True)
+    np.testing.assert_allclose(np.mean(draws, 0), joint.mean, atol=0.04)
+    np.testing.assert_allclose(np.cov(draws.T), joint.variance, atol=0.05)
 
 
 def sensors(t, u, y=None, z=None):
@@ -387,35 +379,6 @@ def test_angles_of_waves_have_errors_of_both_signs():
     assert abs(errors.mean()) < 1e-8 < errors.std()
 
 
-def with_level(kernel):
-    """Return a model of a level beside a process, 1000 times, and known noise."""
-
-    def model(t, noise, y=None):
-        level = numpyro.sample("level", dist.Normal(0, 100))
-        f = gpaug.GaussianProcess("f", kernel, markov=True)(t)
-        with numpyro.plate("data", len(t)):
-            numpyro.sample("y", dist.Normal(level + f, noise), obs=y)
-
-    noise = 10 ** np.random.default_rng(0).uniform(-2, 0, 1000)
-    return model, np.arange(1000.0), np.float32(noise)
-
-
-def test_steps_continue_from_the_means_of_states():
-    """Not from states that are run along the chain again, which drift."""
-    model, t, noise = with_level(kernels.Matern52(100.0, 7.0))
-    y = 300 + np.sin(t / 9) + noise * np.random.default_rng(1).normal(size=1000)
-    y = np.float32(y)
-    svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
-    state = svi.init(jax.random.key(0), t, noise, y)
-    for _ in range(8):
-        state, loss = svi.update(state, t, noise, y)
-    d = np.sqrt(5) * abs(t[:, None] - t) / 100
-    whole = 7 * (1 + d + d**2 / 3) * np.exp(-d) + np.diag(np.float64(noise) ** 2) + 1e4
-    log_det = np.linalg.slogdet(2 * np.pi * whole)[1]
-    evidence = -0.5 * (y @ np.linalg.solve(whole, y) + log_det)
-    assert abs(evidence + loss) < 0.5
-
-
 def test_an_evaluation_takes_transitions_from_the_model(of_short_steps):
     """Programs round them differently, and noise of short steps is far smaller."""
     svi, result, given = of_short_steps
@@ -425,16 +388,49 @@ def test_an_evaluation_takes_transitions_from_the_model(of_short_steps):
     np.testing.assert_allclose(other, svi.evaluate(state, *given), rtol=1e-4)
 
 
-def test_a_level_beside_a_process():
-    """Its precision and its potential are small differences of sums of large terms."""
-    model, t, noise = with_level(kernels.Matern32(50.0, 7.0))
-    y = np.float32(np.sin(t / 9) + noise * np.random.default_rng(1).normal(size=1000))
+@pytest.fixture(scope="module")
+def beside_a_level():
+    """A level beside a process at 1000 times, with known noise."""
+
+    def model(t, noise, y=None, *, scale):
+        level = numpyro.sample("level", dist.Normal(0, 100))
+        kernel = kernels.Matern52(scale, 7.0)
+        f = gpaug.GaussianProcess("f", kernel, markov=True)(t)
+        with numpyro.plate("data", len(t)):
+            numpyro.sample("y", dist.Normal(level + f, noise), obs=y)
+
+    t, rng = np.arange(1000.0), np.random.default_rng(1)
+    noise = np.float32(10 ** np.random.default_rng(0).uniform(-2, 0, 1000))
+    y = np.sin(t / 9) + noise * rng.normal(size=1000)
+
+    def covariance(scale):
+        d = np.sqrt(5) * abs(t[:, None] - t) / scale
+        smooth = 7 * (1 + d + d**2 / 3) * np.exp(-d)
+        return smooth + np.diag(np.float64(noise) ** 2)
+
     svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
-    fit = svi.run(jax.random.key(0), 2, t, noise, y, progress_bar=False)
-    distance = np.sqrt(3) * abs(t[:, None] - t) / 50
-    covariance = 7 * (1 + distance) * np.exp(-distance)
-    covariance += np.diag(np.float64(noise) ** 2)
-    weights = np.linalg.solve(covariance, np.ones(1000))
+    return svi, (t, noise), y, covariance
+
+
+def test_steps_continue_from_the_means_of_states(beside_a_level):
+    """Not from states that are run along the chain again, which drift."""
+    svi, given, y, covariance = beside_a_level
+    y, whole, scale = np.float32(300 + y), covariance(100) + 1e4, np.float32(100)
+    state = svi.init(jax.random.key(0), *given, y, scale=scale)
+    for _ in range(8):
+        state, loss = svi.update(state, *given, y, scale=scale)
+    log_det = np.linalg.slogdet(2 * np.pi * whole)[1]
+    evidence = -0.5 * (y @ np.linalg.solve(whole, y) + log_det)
+    assert abs(evidence + loss) < 0.5
+
+
+def test_a_level_beside_a_process(beside_a_level):
+    """Its precision and its potential are small differences of sums of large terms."""
+    svi, given, y, covariance = beside_a_level
+    y, scale = np.float32(y), np.float32(20)
+    how = {"scale": scale, "progress_bar": False}
+    fit = svi.run(jax.random.key(0), 2, *given, y, **how)
+    weights = np.linalg.solve(covariance(20), np.ones(1000))
     precision = weights.sum() + 1e-4
     found = svi.posterior(fit)["level"]
     np.testing.assert_allclose(found.variance * precision, 1, atol=0.15)
@@ -527,8 +523,8 @@ def test_guides_of_inducing_values_are_refused():
         gpaug.ConjugateSVI(curve, guide).run(jax.random.key(0), 1, T, REAL)
 
 
-def test_a_state_is_not_updated_with_another_number_of_times(of_curve):
-    svi, result = of_curve
+def test_a_state_is_not_updated_with_another_number_of_times(of_short_steps):
+    svi, result, _ = of_short_steps
     for step in (svi.update, svi.evaluate):
         with pytest.raises(ValueError, match="another graph, mesh or number of"):
             step(result.state, T[:6], REAL[:6])

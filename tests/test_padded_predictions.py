@@ -108,41 +108,6 @@ def test_mixtures_over_predictors() -> None:
     assert compilations("_answer") - before == 1
 
 
-@pytest.mark.slow
-def test_blocks_are_larger_for_a_chain_of_many_states() -> None:
-    def model(t, y=None):
-        f = gpaug.GaussianProcess("f", gpaug.kernels.Matern12(), markov=True)(t)
-        with numpyro.plate("data", len(t)):
-            numpyro.sample("y", dist.Normal(f, 0.5), obs=y)
-
-    t = np.linspace(0, 9e3, 36_000, dtype="float32")
-    svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
-    fit = svi.run(KEY, 2, t, np.sin(t), progress_bar=False)
-    posterior, before = svi.posterior(fit), compilations("_answer")
-    found = posterior.predict_f(t)
-    assert compilations("_answer") - before == 1
-    assert posterior._predictor.rows_of_block(1024, len(t)) == 4096
-    few = posterior.predict_f(t[::3000])
-    close(found.mean[::3000], few.mean)
-    close(found.variance[::3000], few.variance)
-
-
-@pytest.mark.slow
-def test_tables_of_a_process() -> None:
-    """Rows are in the last axis, so covariances of outputs interleave."""
-    posterior, other = joint_fit(process), joint_fit(process)
-    whole = other.predict_f(X[:9], GROUP[:9], site="eta", full_covariance=True)
-    before = compilations("_answer")
-    covariance = whole.variance.reshape(2, 9, 2, 9)
-    for num in (5, 9):
-        rows = X[:num], GROUP[:num]
-        joint = posterior.predict_f(*rows, site="eta", full_covariance=True)
-        close(joint.mean, whole.mean[:, :num])
-        kept = covariance[:, :num, :, :num].reshape(2 * num, 2 * num)
-        close(joint.variance, kept)
-    assert compilations("_answer") - before == 2
-
-
 def test_draws_of_tables_of_a_process() -> None:
     """Rows are in the last axis, so draws of outputs interleave."""
     posterior, before = joint_fit(process), compilations("_answer")
@@ -253,22 +218,6 @@ def test_a_fault_of_added_rows_is_raised(monkeypatch) -> None:
         posterior.predict_y(X[:7], GROUP[:7])
 
 
-def test_so_has_an_error_of_a_prediction_in_blocks() -> None:
-    def model(X, offset, y=None, *, inducing=Z):
-        kernel = gpaug.kernels.SquaredExponential(1.0)
-        f = gpaug.GaussianProcess("f", kernel, inducing)(X)
-        with numpyro.plate("data", len(X)):
-            numpyro.sample("y", dist.Normal(f + offset, 1.0), obs=y)
-
-    svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model))
-    offset = np.linspace(0, 1, 20, dtype="float32")
-    posterior = unfitted(svi, X[:20], offset, offset)
-    whole = posterior.predict_y(X[:9], offset[:9]).mean
-    with pytest.raises(TypeError, match=r"shapes for broadcasting: .7,., .6,."):
-        posterior.predict_y(X[:7], offset[:6])
-    close(posterior.predict_y(X[:7], offset[:7]).mean, whole[:7])
-
-
 def added(by_rows):
     """A process with a function of the rows added to it."""
 
@@ -281,13 +230,6 @@ def added(by_rows):
     return gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), None)
 
 
-@pytest.mark.filterwarnings("ignore:the model computes a sum")
-def test_rows_that_depend_on_one_another_are_left_out_one_by_one() -> None:
-    svi, x, y = added(lambda x: x[::-1]), X[:20], X[:20, 0]
-    posterior = svi.posterior(svi.run(KEY, 2, x, y, progress_bar=False))
-    assert posterior.leave_one_out(x, y).mean.shape == (20,)
-
-
 def test_independent_rows_with_observations_need_no_check(monkeypatch) -> None:
     x, y = X[:20], X[:20, 0]
     posterior = unfitted(added(lambda x: 2 * x), x, y)
@@ -298,12 +240,9 @@ def test_independent_rows_with_observations_need_no_check(monkeypatch) -> None:
 
 @pytest.mark.parametrize(
     "by_rows",
-    [
-        lambda x: x[::-1], lambda x: x / len(x), lambda x: x[:20],
-        lambda x: x + 0.1 * np.arange(len(x)), lambda x: x - x.max(),
-    ],
-    ids=["order", "number", "fixed", "row numbers", "extreme"],
-)  # fmt: skip
+    [lambda x: x[::-1], lambda x: x[:20]],
+    ids=["order", "fixed"],
+)
 @pytest.mark.filterwarnings("ignore:the model computes a sum")
 def test_rows_that_depend_on_one_another_are_not_predicted_in_blocks(
     by_rows, monkeypatch

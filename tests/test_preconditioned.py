@@ -2,14 +2,11 @@
 """q(u) = N(K mu, (K^-1 + Sigma^-1)^-1) with a diagonal Sigma."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-import optax
 import pytest
 from numpyro import handlers
-from numpyro.infer import SVI
 
 import numpyro_gpaug as gpaug
 from tests.conftest import assert_close, enable_x64, slow
@@ -17,17 +14,13 @@ from tests.conftest import assert_close, enable_x64, slow
 KEY = jax.random.key(0)
 
 
-def model(X, y=None, *, inducing, num_latents=None, slope=False):
+def model(X, y=None, *, inducing, num_latents=None):
     kernel = gpaug.kernels.Matern32(0.7, 2.0)
     gp = gpaug.GaussianProcess("f", kernel, inducing, 0.3, num_latents, jitter=0.0)
-    shift = 0.0
-    if slope:
-        normal = dist.Normal(jnp.zeros(X.shape[1]), 2.0).to_event(1)
-        shift = X @ numpyro.sample("slope", normal)
     with numpyro.plate("data", X.shape[0]):
         f = gp(X)
         if num_latents is None:
-            numpyro.sample("y", dist.Bernoulli(logits=f + shift), obs=y)
+            numpyro.sample("y", dist.Bernoulli(logits=f), obs=y)
         else:
             numpyro.sample("y", dist.Bernoulli(logits=f).to_event(1), obs=y)
 
@@ -160,22 +153,3 @@ def test_a_singular_kernel_matrix_needs_no_jitter() -> None:
         model, guide, params, X, y, inducing=inducing
     )
     assert np.all(np.asarray(posterior.predict_f(X).variance) > 0)
-
-
-@pytest.mark.slow
-def test_beside_a_weight_vector(x64) -> None:
-    X, y = data()
-    kwargs = {"inducing": X[:5], "slope": True}
-    guide = gpaug.AutoSparseGP(model, covariance="preconditioned")
-    guide.setup(X, y, **kwargs)
-    svi = SVI(model, guide, optax.adam(0.1), gpaug.TraceAnalytic_ELBO())
-    start = jax.jit(lambda: svi.init(KEY, X, y, **kwargs))()
-    params = svi.run(
-        KEY, 10, X, y, progress_bar=False, init_state=start, **kwargs
-    ).params
-    assert {"slope_auto_loc", "slope_auto_tril", "f.v_auto_noise"} <= params.keys()
-    posterior = gpaug.Posterior.from_guide(model, guide, params, X, y, **kwargs)
-    assert posterior.predict_y(X[:3]).probs.shape == (3,)
-    process = next(b for b in guide.structure.blocks if b.is_process)
-    with pytest.raises(ValueError, match="depends on the kernel matrix"):
-        guide.gaussian(process, params)

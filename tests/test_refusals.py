@@ -207,34 +207,6 @@ def test_a_guide_set_up_without_observations() -> None:
     assert np.isfinite(run(classifier, X, y, svi=svi, inducing=X[:5])[1].losses).all()
 
 
-@pytest.mark.slow
-def test_local_latents_see_their_own_batch() -> None:
-    """Outliers absorb their own noise, on minibatches as on full data."""
-
-    def model(X, y=None, *, inducing, batch_size=None):
-        gp = gpaug.GaussianProcess("f", KERNEL(), inducing)
-        with numpyro.plate("data", X.shape[0], subsample_size=batch_size) as index:
-            z = numpyro.sample("z", dist.StudentT(2.0, 0.0, 0.2))
-            numpyro.sample("y", dist.Normal(gp(X[index]) + z, 0.1), obs=y[index])
-
-    X = np.linspace(-2, 2, 60, dtype=np.float32)[:, None]
-    y = np.sin(X[:, 0])
-    y[::7] += 5.0
-    svi, result = run(
-        model,
-        jnp.asarray(X),
-        jnp.asarray(y),
-        inducing=X[::6],
-        batch_size=20,
-        num_steps=400,
-        optim=optax.adam(0.1),
-    )
-    z = np.asarray(result.params["z_auto_loc"])
-    others = np.delete(z, slice(None, None, 7))
-    # Process and common level of z are only weakly identified; outliers are not.
-    assert z[::7].min() - others.max() > 4
-
-
 def test_effects_that_are_points_beside_their_scale_are_named() -> None:
     def model(group, y=None, *, unknown=True):
         level = numpyro.sample("level", dist.Normal(0, 1))
@@ -404,17 +376,6 @@ def test_rows_along_another_axis() -> None:
     # Opposite latents, and one with the sign of the first.
     np.testing.assert_allclose(whole[0], 1 - whole[1], rtol=1e-4)
     assert ((whole[0] > 0.5) == (whole[2] > 0.5)).all()
-
-
-def test_float32_data_under_x64_with_sampled_hyperparameters(x64) -> None:
-    def model(X, y=None, *, inducing):
-        lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0.0, 1.0))
-        return classifier(X, y, inducing=inducing, lengthscale=lengthscale)
-
-    X, y = toy(30, dtype=jnp.float32)
-    _, result = run(model, X, y, inducing=X[:6], optim=optax.adam(0.05))
-    assert result.losses.dtype == np.float32
-    assert np.isfinite(result.losses).all()
 
 
 def test_a_guide_of_another_model() -> None:

@@ -225,19 +225,6 @@ def loss_of_three_classes():
     return X, jax.jit(jax.value_and_grad(both, has_aux=True))
 
 
-def test_gradients_of_the_objective_are_its_differences(x64) -> None:
-    _, losses = loss_of_three_classes()
-    rng, start = np.random.default_rng(1), somewhere()
-    direction = {k: rng.normal(size=v.shape) for k, v in start.items()}
-    slopes = losses(start)[1]
-    slope = sum(np.sum(slopes[k] * v) for k, v in direction.items())
-    ends = [
-        losses({k: v + t * direction[k] for k, v in start.items()})[0][0]
-        for t in (1e-5, -1e-5)
-    ]
-    assert float(slope) == pytest.approx(float(ends[0] - ends[1]) / 2e-5, rel=1e-5)
-
-
 def test_gradients_are_finite_at_the_kernel_of_the_prior(x64) -> None:
     prior = {
         "lengthscale": np.ones((3, 1)),
