@@ -103,6 +103,8 @@ def test_sites(fitted) -> None:
     assert fits.values["size"].shape == (GENES,)
     with pytest.raises(KeyError, match="values has it"):
         fits["size"]
+    with pytest.raises(KeyError, match=r"posterior\(1\) is"):
+        fits[1]
 
 
 def test_predictions_are_those_of_each(fitted) -> None:

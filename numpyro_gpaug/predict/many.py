@@ -116,6 +116,8 @@ class Posteriors(
         """
         if site not in self._fits.sites:
             cure = "; values has it" if site in self.values else ""
+            if isinstance(site, int):
+                cure = f"; posterior({site}) is the posterior of one response"
             raise KeyError(
                 f"{site!r} is not among the Gaussian latents {[*self._fits.sites]}"
                 f"{cure}"
