@@ -60,10 +60,18 @@ def exponentials(z):
     return dist.Poisson(3 * risks * groups).log_prob(COUNTS)
 
 
+def conditional(z):
+    """A conditional one of whose results does not depend on latents."""
+    both = lambda f: (jnp.exp(f), 1.0), lambda f: (jnp.cosh(f), 0.0)
+    rate, more = jax.lax.cond(jnp.sum(POSITIVE) > 0, *both, eta(z))
+    return dist.Poisson(rate + more).log_prob(COUNTS)
+
+
 # Densities, and the sizes of the affine arrays they depend on.
 SPLIT = {
     "poisson": (lambda z: dist.Poisson(jnp.exp(eta(z) + 0.1)).log_prob(COUNTS), [N]),
     "exponentials": (exponentials, [N]),
+    "conditional": (conditional, [N]),
     "bernoulli": (lambda z: dist.Bernoulli(logits=eta(z)).log_prob(BINARY), [N]),
     "probit": (
         lambda z: dist.Bernoulli(jax.scipy.stats.norm.cdf(eta(z))).log_prob(BINARY),
