@@ -15,7 +15,7 @@ from numpyro.contrib.control_flow import scan
 from numpyro.infer.gibbs import GIBBS_SITES_KWARG, conditioned
 from numpyro.infer.util import log_density
 from scipy import sparse
-from scipy.linalg import block_diag
+from scipy.linalg import block_diag, null_space
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.gaussians import Chain, Dense, Layout, Sparse
@@ -222,6 +222,31 @@ def test_a_sparse_structure_is_a_dense_gaussian(dtype):
     )(entries.astype(dtype), more.astype(dtype)))  # fmt: skip
     other = Sparse(Layout(15, 1, 3), wider), more, places
     check_structure(structure, entries, other=other, dtype=dtype)
+
+
+def test_levels_of_two_fields_that_data_add_up():
+    """Only the constraints determine the levels of the fields, which data move against
+    each other. The reference is a dense precision of vectors that fulfil them."""
+    size, path = AREAS + 3, np.diag(np.ones(2), 1) + np.diag(np.ones(2), -1)
+    precision = block_diag(*(np.diag(w.sum(0)) - w for w in (lattice(), path)))
+    labels = np.repeat(np.int32([0, 1]), [AREAS, 3])
+    seen = np.eye(size)[AREA] + np.eye(size)[AREAS + HOSPITAL % 3]
+    whole = precision + 5 * seen.T @ seen
+    pattern = Pattern.of(size, *np.nonzero(np.tril(whole)))
+    structure = Sparse(Layout(size, 1, 0), pattern, labels.tobytes())
+
+    @jax.jit
+    def log_det(entries, added):
+        both = [with_sums(pattern, x) for x in (entries, added)]
+        natural = structure.prior(entries.dtype, (both[0], jnp.zeros(()))).natural
+        natural = natural._replace(entries=natural.entries + both[1])
+        return natural.moments().log_det[0]
+
+    places = pattern.rows, pattern.columns
+    found = log_det(*(np.float32(x[places]) for x in (precision, whole - precision)))
+    free = null_space(np.equal.outer([0, 1], labels))
+    expected = -np.linalg.slogdet(free.T @ whole @ free)[1]
+    np.testing.assert_allclose(found, expected, atol=0.005)
 
 
 @pytest.mark.parametrize("dtype", ["float64"], indirect=True)

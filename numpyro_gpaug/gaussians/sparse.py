@@ -204,13 +204,17 @@ def _reflected(vectors: Array, x: Array) -> Array:
     return x
 
 
-def _reflections(columns: Array, first: np.ndarray) -> Array:
+def _reflections(columns: Array, first: np.ndarray) -> tuple[Array, Array]:
     """Return unit vectors (c, N) of reflections, which turn columns (N, c) into columns
-    that are zero but for c rows.
+    that are zero but for c rows, and the log-determinant of the columns' products.
+
+    The determinant of the products themselves would have no digits left in float32 for
+    two fields whose sum is observed: their levels may be moved against each other.
 
     :param first: these rows.
     """
     found: list[Array] = []
+    log_det = jnp.zeros((), columns.dtype)
     rest = columns
     for k, row in enumerate(first):
         x = rest[:, k].at[first[:k]].set(0)
@@ -219,7 +223,9 @@ def _reflections(columns: Array, first: np.ndarray) -> Array:
         v = v / jnp.linalg.norm(v)
         rest = _reflected(v[None], rest)
         found.append(v)
-    return jnp.stack(found) if found else jnp.zeros((0, len(columns)), columns.dtype)
+        log_det += 2 * jnp.log(size)
+    vectors = jnp.stack(found) if found else jnp.zeros((0, len(columns)), columns.dtype)
+    return vectors, log_det
 
 
 class SparseNatural(NamedTuple):
@@ -583,7 +589,8 @@ class Sparse(Structure):
         normals = jnp.asarray(self.constraints, entries.dtype)
         free = factor.half_solve(normals) if normals.shape[-1] else normals
         first = self.first
-        nodes = _Nodes(factor, _reflections(free, first), normals, first)
+        reflections, constrained = _reflections(free, first)
+        nodes = _Nodes(factor, reflections, normals, first)
         own, corner = self.columns(natural.potential[0][:, None])
         solved = nodes.drawn(nodes.half(jnp.concatenate([own, border], -1)))
         mean, gain = solved[:, 0], solved[:, 1:]
@@ -596,10 +603,6 @@ class Sparse(Structure):
         corner = whitener[0] @ corner[:, 0]
         cross = gain @ whitener[0].T
         mean = jnp.concatenate([mean - cross @ corner, corner @ whitener[0]])
-        gram = free.T @ free
-        constrained = (
-            jnp.linalg.slogdet(gram)[1] if len(gram) else jnp.zeros_like(mean[0])
-        )
         leading = jax.tree.map(lambda x: x[None], factor)
         return SparseMoments(
             mean[None], leading, factor.selected_inverse()[None],
