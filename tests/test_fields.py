@@ -443,6 +443,26 @@ def test_fits_name_a_node_without_precision():
 
 
 @pytest.mark.parametrize(
+    ("field", "parameter"),
+    [
+        (lambda: ICAR(ROAD, -1.0), "scale"),
+        (lambda: BYM2(ROAD, 1.0, 1.5), "mixing"),
+        (lambda: RandomWalk2(np.arange(4), 1.0, 1.0, -1.0), "slope"),
+        (lambda: SpaceTime(ROAD, 2, 1.0, 1.2, 0.5), "correlation"),
+    ],
+)
+def test_fits_refuse_known_numbers_outside_of_their_range(field, parameter):
+    def model(y=None):
+        x = numpyro.sample("x", field()).reshape(-1)[:4]
+        with numpyro.plate("data", 4):
+            numpyro.sample("y", dist.Poisson(jnp.exp(x)), obs=y)
+
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
+    with pytest.raises(ValueError, match=f"'x': parameter '{parameter}' .*not satisfy"):
+        svi.run(jax.random.key(0), 2, np.arange(4), progress_bar=False)
+
+
+@pytest.mark.parametrize(
     ("matrix", "node"),
     [
         (np.diag([1.0, 1.0, -0.5, 1.0]), {2}),

@@ -24,6 +24,7 @@ from numpyro_gpaug.distributions.graph import Graph, graph_of
 from numpyro_gpaug.distributions.sparse_prior import Field, SparsePrior
 from numpyro_gpaug.distributions.zero_sum import ZeroSumByComponent, centred, sums
 from numpyro_gpaug.math import sparse_cholesky
+from numpyro_gpaug.math.arrays import floating
 from numpyro_gpaug.math.linalg import precise
 from numpyro_gpaug.math.normal import LOG_2PI
 from numpyro_gpaug.math.sparse_pattern import Pattern
@@ -82,7 +83,7 @@ class ICAR(Field):
         validate_args: bool | None = None,
     ) -> None:
         self.graph = graph_of(adjacency)
-        self.scale = jnp.asarray(scale, jnp.result_type(scale, float))
+        (self.scale,) = floating(scale)
         super().__init__(
             self.scale.shape, (self.graph.size,), validate_args=validate_args
         )
@@ -164,10 +165,7 @@ class BYM2(Field):
         validate_args: bool | None = None,
     ) -> None:
         self.graph = graph_of(adjacency)
-        dtype = jnp.result_type(scale, mixing, float)
-        self.scale, self.mixing = jnp.broadcast_arrays(
-            jnp.asarray(scale, dtype), jnp.asarray(mixing, dtype)
-        )
+        self.scale, self.mixing = floating(scale, mixing)
         super().__init__(
             self.scale.shape, (self.graph.size,), validate_args=validate_args
         )

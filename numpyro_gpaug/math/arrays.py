@@ -36,14 +36,15 @@ def numbers(**given: ArrayLike) -> tuple[Array, ...]:
     for name, value in given.items():
         if np.ndim(value):
             raise ValueError(f"{name} has shape {np.shape(value)}; expected a number")
-    dtype = jnp.result_type(*given.values(), float)
-    return tuple(jnp.asarray(value, dtype) for value in given.values())
+    return floating(*given.values())
 
 
 def floating(*values: ArrayLike) -> tuple[Array, ...]:
     """Return the values as floating arrays of one shape and dtype."""
     dtype = jnp.result_type(*values, 0.0)
-    return tuple(jnp.broadcast_arrays(*(jnp.asarray(x, dtype) for x in values)))
+    # Inside a trace, known values stay known, and are checked.
+    with jax.ensure_compile_time_eval():
+        return tuple(jnp.broadcast_arrays(*(jnp.asarray(x, dtype) for x in values)))
 
 
 try:
