@@ -6,9 +6,13 @@ expectations, beside quadrature.
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro
 import numpyro.distributions as dist
 import pytest
+import scipy.stats as st
+from scipy.optimize import minimize
 
+import numpyro_gpaug as gpaug
 from numpyro_gpaug.likelihoods.expectations import Route
 from numpyro_gpaug.math.expectation import PredictorMoments
 from numpyro_gpaug.model.expectation import expected_density
@@ -72,3 +76,39 @@ def test_expectations_and_slopes_are_those_of_quadrature():
         for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
             atol = 1e-4 * float(np.abs(b).max())
             np.testing.assert_allclose(a, b, atol=atol, err_msg=name)
+
+
+@pytest.mark.parametrize("kind", ["poisson", "binomial"])
+def test_bounds_of_large_counts_are_right_in_float32(kind):
+    """Densities in NumPyro are differences of numbers of ten millions. The reference is
+    the best bound by quadrature in double precision. The first count is missing."""
+    rng = np.random.default_rng(0)
+    total = rng.integers(10**5, 10**6, 50)
+    counts = rng.poisson(0.3 * total).astype(float)
+    counts[0] = np.nan
+
+    def likelihood(f):
+        if kind == "poisson":
+            return dist.Poisson(total * jnp.exp(f))
+        return dist.Binomial(total, probs=jnp.exp(-jnp.exp(f)))
+
+    def model(y=None):
+        level = numpyro.sample("level", dist.Normal(0, 1))
+        with numpyro.plate("data", 50), numpyro.handlers.mask(mask=jnp.arange(50) > 0):
+            numpyro.sample("y", likelihood(level), obs=y)
+
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model), None)
+    losses = svi.run(jax.random.key(0), 40, counts, progress_bar=False).losses
+
+    nodes, weights = np.polynomial.hermite_e.hermegauss(20)
+    weights /= weights.sum()
+
+    def loss(at):
+        f = np.exp(at[0] + np.exp(at[1]) * nodes[:, None])
+        of = st.poisson(total * f) if kind == "poisson" else st.binom(total, np.exp(-f))
+        divergence = (np.exp(2 * at[1]) + at[0] ** 2 - 1) / 2 - at[1]
+        return divergence - weights @ of.logpmf(counts)[:, 1:].sum(1)
+
+    start = np.log(0.3 if kind == "poisson" else -np.log(0.3)), -8
+    found = minimize(loss, start, method="Nelder-Mead", options={"xatol": 1e-6})
+    np.testing.assert_allclose(losses[-1], found.fun, atol=0.02)

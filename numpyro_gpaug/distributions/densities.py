@@ -44,8 +44,21 @@ def log_density(d: Any, value: Any) -> Any:
 
 
 def _poisson(d: Any, y: Array) -> Array:
-    rate = jnp.asarray(d.rate, y.dtype)
-    return near(y, rate, _log(rate)) - remainder(y)
+    return near_rate(y, jnp.asarray(d.rate, y.dtype)) - remainder(y)
+
+
+@jax.custom_jvp
+def near_rate(count: Array, rate: Array) -> Array:
+    """Return :func:`near` of a count that is known. It has a derivative of its own, and
+    so remains one operation in the program of a model."""
+    return near(count, rate, _log(rate))
+
+
+@near_rate.defjvp
+def _near_rate_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    count, rate = primals
+    ratio = jnp.where(rate > 0, count / jnp.where(rate > 0, rate, 1), 0)
+    return near_rate(count, rate), (ratio - 1) * tangents[1]
 
 
 def _binomial(d: Any, y: Array) -> Array:

@@ -251,4 +251,5 @@ def stable_log_prob(fn: Distribution, value: Any) -> Array:
     """
     if type(base_distribution(fn)) not in DENSITIES:
         return fn.log_prob(value)
+    value = feasible(fn, value)
     return through_wrappers(fn, lambda d: log_density(d, value))

@@ -24,8 +24,15 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from numpyro_gpaug.distributions.densities import near
 from numpyro_gpaug.math.equations import applied, walked
-from numpyro_gpaug.model.jaxpr import COPIES, MOVES, called_jaxpr, is_linear
+from numpyro_gpaug.model.jaxpr import (
+    COPIES,
+    MOVES,
+    called_jaxpr,
+    called_name,
+    is_linear,
+)
 
 _MOVES = MOVES | COPIES
 # Operations that do the same to every number of a sum.
@@ -219,6 +226,8 @@ def after(eqn: Any, operands: list[Any]) -> list[Any]:
     if not kinds:
         return applied(eqn, operands)
     called = called_jaxpr(eqn)
+    if called_name(eqn) == "near_rate":
+        return [_near_rate(*operands)]
     if called is not None:
         return walked(called.jaxpr, operands, lambda x: x.val, after, called.consts)
     if Expected not in kinds.values():
@@ -226,6 +235,17 @@ def after(eqn: Any, operands: list[Any]) -> list[Any]:
     if eqn.primitive.name in _MOVES or is_linear(eqn, {*kinds}):
         return [Expected(x) for x in applied(eqn, [_expected(x) for x in operands])]
     raise NoFormError
+
+
+def _near_rate(count: Any, rate: Any) -> Expected:
+    """Return the expectation of the function of this name, at a known count."""
+    if isinstance(count, ExponentialSum):
+        raise NoFormError
+    c, d, e = rate.single()
+    spread = 0.5 * d * d * rate.variance
+    exponent = d * rate.mean + e + spread
+    found = near(count, c * jnp.exp(exponent), jnp.log(c) + exponent)
+    return Expected(found - count * spread)
 
 
 def _after_sums(eqn: Any, operands: list[Any]) -> Any:

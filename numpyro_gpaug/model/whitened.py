@@ -28,6 +28,7 @@ from numpyro_gpaug.likelihoods.expectations import (
     Expectation,
     base_distribution,
     lookup_expectation,
+    stable_log_prob,
 )
 from numpyro_gpaug.math.compiling import ahead
 from numpyro_gpaug.model.correlated_data import (
@@ -41,6 +42,8 @@ from numpyro_gpaug.model.observations import check_shape
 from numpyro_gpaug.model.program import Program
 from numpyro_gpaug.model.structure import Trace
 
+# Counts whose densities, as NumPyro computes them, are differences of large numbers.
+_COUNTS = dist.Poisson, dist.BinomialProbs
 # Whoever reads it needs no other route.
 LINK = "Write a link"
 _ANY = constraints.real, constraints.real_vector, constraints.real_matrix
@@ -254,7 +257,8 @@ def parts_of(
             # Checks of a value would make another predictor of it: observations were
             # checked, and a difference that depends on latents is a real number.
             with numpyro.validation_enabled(is_validate=False):
-                density = fn.log_prob(value)
+                is_count = type(base_distribution(fn)) in _COUNTS
+                density = stable_log_prob(fn, value) if is_count else fn.log_prob(value)
             parts.bounded[name] = bounded(base_distribution(fn))
             parts.densities[name] = density if scale is None else density * scale
             if correlated_axes(fn):
