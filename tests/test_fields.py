@@ -395,7 +395,8 @@ def spoilt(entries, shape=(4, 4)):
     ],
 )
 def test_graphs_that_are_none(adjacency, message):
-    for given in (adjacency, sparse.csr_array(adjacency)):
+    for of in (np.asarray, sparse.csr_array, BCOO.fromdense):
+        given = of(adjacency)
         with pytest.raises(ValueError, match=message):
             ICAR(given)
 

@@ -52,9 +52,9 @@ class ICAR(Field):
     component.
 
     :param adjacency: weights of neighbours, (n, n), symmetric and zero on the diagonal:
-        an array, or a SciPy sparse matrix. Lists of neighbours i, j (with both orders)
-        make one: ``scipy.sparse.coo_array((ones, (i, j)), shape=(n, n))``. The graph
-        must be known when the model is traced.
+        an array, a SciPy sparse matrix, or a BCOO of JAX. Lists of neighbours i, j
+        (with both orders) make one: ``scipy.sparse.coo_array((ones, (i, j)), shape=(n,
+        n))``. The graph must be known when the model is traced.
     :param scale: a positive number, or an array of independent fields' scales.
     :raises TypeError: for a traced adjacency.
     :raises ValueError: for an adjacency that is not square, or has entries that are

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.experimental.sparse import BCOO
 from scipy import sparse
 
 from numpyro_gpaug.math.fingerprints import ByContents
@@ -139,8 +140,8 @@ def graph_of(adjacency: Any) -> Graph:
     """Return the graph of an adjacency matrix.
 
     :param adjacency: symmetric (n, n) without negative entries and with a zero
-        diagonal: a SciPy sparse matrix, or an array. It must be known when the model is
-        traced.
+        diagonal: a SciPy sparse matrix, a BCOO of JAX, or an array. It must be known
+        when the model is traced.
     :raises TypeError: for a traced matrix.
     :raises ValueError: for a matrix that is not square, or has entries that are
         negative, not finite, on the diagonal, or not symmetric.
@@ -160,6 +161,9 @@ def _interned(graph: Graph) -> Graph:
 
 
 def _as_csr(adjacency: Any) -> Any:
+    if isinstance(adjacency, BCOO):
+        with jax.ensure_compile_time_eval():
+            adjacency = adjacency.todense()
     if isinstance(adjacency, jax.core.Tracer):
         raise TypeError(
             "adjacency is traced, and a graph must be known when the model is traced. "
