@@ -373,11 +373,18 @@ X, CODES, COUNTS = np.zeros(6), np.zeros(6, int), np.ones(6, int)
         ((X, CODES, COUNTS), {}, r"shape \(6,\). Is num_steps missing", ""),
         ((5, X, CODES[:4], COUNTS), {}, "incompatible", r"g: int.* are \[4, 6\]"),
         ((5, X, 1.0 * CODES, COUNTS), {}, "Indexer", r"pass codes\.astype\(int\)"),
+        (
+            (5, X, CODES == 1, COUNTS),
+            {},
+            "boolean",
+            r"two groups, .* codes\.astype\(int",
+        ),
     ],
 )
 def test_slips_of_the_pen_are_named(args, kwargs, message, note):
     svi = gpaug.ConjugateSVI(random_effects, gpaug.AutoLatentGaussian(random_effects))
-    with pytest.raises((TypeError, ValueError), match=message) as raised:
+    errors = TypeError, ValueError, IndexError
+    with pytest.raises(errors, match=message) as raised:
         svi.run(KEY, *args, progress_bar=False, **kwargs)
     assert re.search(note, "".join(getattr(raised.value, "__notes__", [])))
 

@@ -231,6 +231,12 @@ def _given(
             "argument, which are traced. Write jnp.where(condition, a, b), or pass a "
             "flag as a plain bool by keyword"
         )
+    elif isinstance(error, jax.errors.NonConcreteBooleanIndexError):
+        said += (
+            ". An index of booleans selects rows. If these are codes of two groups, "
+            "pass codes.astype(int). To select rows, pass the positions that "
+            "np.nonzero finds outside of the model"
+        )
     elif isinstance(error, jax.errors.JAXTypeError | jax.errors.JAXIndexError):
         said += (
             ". The model computes a size (such as of a plate), or a NumPy array, from "
