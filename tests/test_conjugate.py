@@ -116,30 +116,6 @@ def test_regression_equals_the_exact_posterior() -> None:
     np.testing.assert_allclose(-result.losses[-1], density, rtol=1e-7)
 
 
-@pytest.mark.parametrize("updates", ["exact", slow("augmented")])
-def test_linear_weights_equal_a_linear_kernel(updates) -> None:
-    def weights(X, y=None):
-        scale = jnp.array([1.0, 2.0, 0.5])
-        beta = numpyro.sample("beta", dist.Normal(0.3, scale).to_event(1))
-        with numpyro.plate("data", X.shape[0]):
-            numpyro.sample("y", dist.Bernoulli(logits=X @ beta + 0.1), obs=y)
-
-    def process(X, y=None):
-        scale = jnp.array([1.0, 2.0, 0.5])
-        X = X * scale
-        gp = gpaug.GaussianProcess(
-            "f", gpaug.kernels.Linear(), inducing=jnp.eye(3),
-            mean=lambda inputs: inputs @ (0.3 / scale) + 0.1,
-        )  # fmt: skip
-        with numpyro.plate("data", X.shape[0]):
-            numpyro.sample("y", dist.Bernoulli(logits=gp(X)), obs=y)
-
-    X, y = toy(50, 3)
-    first = fit(weights, X, y, updates=updates, num_steps=300)[1]
-    second = fit(process, X, y, updates=updates, num_steps=300)[1]
-    np.testing.assert_allclose(first.losses[-1], second.losses[-1], rtol=1e-8)
-
-
 def test_hyperparameters_reach_the_optimum_and_the_bound_never_falls() -> None:
     X, y = toy(60)
     _, result = fit(learnt, X, y, inducing=X[:20], num_steps=300, optim=ADAM)

@@ -86,7 +86,7 @@ CASES = {
         [0.3, -2.0, 1.0, 0.01],
     ),
 }  # fmt: skip
-QUICK = ("poisson", "normal", "pair", "heteroscedastic")
+QUICK = ("poisson", "normal", "pair")
 
 
 def marked(quick):
