@@ -39,6 +39,7 @@ from numpyro_gpaug.infer.nested.refining import Pool, extended
 from numpyro_gpaug.infer.nested.report import overview
 from numpyro_gpaug.infer.nested.setup import MOST, CollapsedBounds
 from numpyro_gpaug.infer.nested.weighted import Weighted
+from numpyro_gpaug.math.halton import halton
 from numpyro_gpaug.math.importance import compensated_sum, smoothed
 from numpyro_gpaug.math.threads import threads_for
 from numpyro_gpaug.model.arguments import Arguments
@@ -266,6 +267,18 @@ def nested(model, *args, key=0, data=None, **options):
     found = gpaug.NestedVI(model, progress_bar=False, **options)
     found.run(jax.random.key(key), *args, **(data or {}))
     return found
+
+
+def test_proposals_fill_every_axis_evenly():
+    """The first base^k points of a Halton sequence are in as many intervals, and with
+    random digits each point is uniform."""
+    for column, (base, power) in enumerate([(2, 9), (3, 5), (5, 3), (7, 3)]):
+        num = base**power
+        found = halton(num, 4, np.random.default_rng(0))[:, column]
+        assert sorted(np.floor(found * num).astype(int)) == list(range(num))
+    firsts = [halton(1, 4, np.random.default_rng(i))[0] for i in range(1000)]
+    np.testing.assert_allclose(np.mean(firsts, 0), 0.5, atol=0.05)
+    np.testing.assert_allclose(np.var(firsts, 0), 1 / 12, atol=0.01)
 
 
 def test_durations_that_begin_with_a_later_entry():

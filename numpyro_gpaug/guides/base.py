@@ -44,6 +44,8 @@ from numpyro_gpaug.model.view import Codes, ModelView
 
 # Params of the Gaussian blocks by block name, or the moments of the blocks.
 Own = Mapping[str, Values | Moments]
+# Arguments by which guides of one model are told apart.
+_PLAIN = bool, str, type(None)
 # The random key of first values: the second half of a split of the zero key.
 STARTS = 928981903, 3453687069
 
@@ -254,7 +256,10 @@ class ProcessGuide(Displayed):
         observations."""
         version = self._watch.version()
         if version != self._version:
-            self._forget(version)
+            # A fitter may have left its programs here before the guide is set up.
+            if self._version is not None:
+                self._forget(version)
+            self._version = version
         return self._structure is not None and bool(self._structure.observed)
 
     def chose(self, arguments: Arguments) -> bool:
@@ -478,6 +483,33 @@ class ConjugateGuide(ProcessGuide):
     def conjugate(self) -> bool:
         """Whether closed-form updates can change its params."""
         return self.covariance == "natural"
+
+    def join(self, arguments: Arguments) -> bool:
+        """Share the state of an earlier guide, equal to this one, before this one is
+        set up: a loop or a notebook cell that makes a guide anew does not compile
+        again.
+
+        :param arguments: of a fit that begins. Guides for other choices of the model
+            are not shared, since each would set the other up again.
+        :return: whether the guides now share their state.
+        """
+        plain = all(isinstance(x, _PLAIN) for x in arguments.choices)
+        options = self.covariance, self._other_class
+        own = type(self).__init__ is not ConjugateGuide.__init__
+        if own or not plain or not isinstance(self._other_class, type):
+            return False
+        guides = self._watch.shared(self._watch.version(), ConjugateGuide, dict)
+        kind = type(self), options, arguments.choices
+        first = guides.setdefault(kind, self)
+        if vars(first) is vars(self) or self.is_set_up():
+            return False
+        # Several threads may set up guides at the same time, each its own. A change of
+        # the basis belongs to the data that needed it.
+        if not first.is_set_up() or first.structure.basis_mark:
+            guides[kind] = self
+            return False
+        self.__dict__ = vars(first)
+        return True
 
     def param_names(self, block: Block) -> tuple[str, ...]:
         """Return the names of the params of a block.

@@ -13,6 +13,7 @@ import numpy as np
 from scipy import special
 
 from numpyro_gpaug.errors import CholeskyError
+from numpyro_gpaug.math.halton import halton
 
 # Degrees of freedom. In unconstrained space the tails of a posterior fall at least
 # exponentially, so a t distribution covers them.
@@ -84,11 +85,8 @@ class StudentT(NamedTuple):
 
     def draws(self, num: int, rng: np.random.Generator) -> np.ndarray:
         """Return quasi-random draws, (num, d), from a scrambled Halton sequence."""
-        from scipy.stats import qmc  # takes half a second to import
-
         d = len(self.mode)
-        uniform = qmc.Halton(d + 1, scramble=True, seed=rng).random(num)
-        uniform = np.clip(uniform, 1e-9, 1 - 1e-9)
+        uniform = np.clip(halton(num, d + 1, rng), 1e-9, 1 - 1e-9)
         own, radii = uniform[:, :d], uniform[:, d:]
         below, above = self.sides
         edge = below / (below + above)
