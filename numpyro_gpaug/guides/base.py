@@ -493,16 +493,16 @@ class ConjugateGuide(ProcessGuide):
             are not shared, since each would set the other up again.
         :return: whether the guides now share their state.
         """
-        plain = all(isinstance(x, _PLAIN) for x in arguments.choices)
         options = self.covariance, self._other_class
         own = type(self).__init__ is not ConjugateGuide.__init__
-        if own or not plain or not isinstance(self._other_class, type):
+        plain = all(isinstance(x, _PLAIN) for x in arguments.choices)
+        plain = plain and isinstance(self._other_class, type)
+        if own or not plain or self.is_set_up():
             return False
+        guides: dict[Any, ConjugateGuide]
         guides = self._watch.shared(self._watch.version(), ConjugateGuide, dict)
         kind = type(self), options, arguments.choices
         first = guides.setdefault(kind, self)
-        if vars(first) is vars(self) or self.is_set_up():
-            return False
         # Several threads may set up guides at the same time, each its own. A change of
         # the basis belongs to the data that needed it.
         if not first.is_set_up() or first.structure.basis_mark:
