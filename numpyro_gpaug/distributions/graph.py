@@ -161,15 +161,19 @@ def _interned(graph: Graph) -> Graph:
 
 
 def _as_csr(adjacency: Any) -> Any:
-    if isinstance(adjacency, BCOO):
-        with jax.ensure_compile_time_eval():
-            adjacency = adjacency.todense()
-    if isinstance(adjacency, jax.core.Tracer):
+    entries = adjacency.data if isinstance(adjacency, BCOO) else adjacency
+    if isinstance(entries, jax.core.Tracer):
         raise TypeError(
             "adjacency is traced, and a graph must be known when the model is traced. "
             "Pass a NumPy array or a SciPy sparse matrix that is not an argument of "
             "the model, but a global that it reads"
         )
+    if isinstance(adjacency, BCOO):
+        places = np.asarray(adjacency.indices)
+        # JAX pads with places outside of the matrix.
+        inside = (places < adjacency.shape).all(1)
+        found = np.asarray(entries)[inside], places[inside].T
+        adjacency = sparse.coo_array(found, shape=adjacency.shape)
     if not sparse.issparse(adjacency):
         adjacency = np.asarray(adjacency, float)
     shape = adjacency.shape
