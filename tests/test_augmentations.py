@@ -86,7 +86,7 @@ def marked(names, quick):
 
 
 # Others compile the Polya-Gamma density of any shape and the gamma sampler.
-QUICK_CONFORMANCE = ("svm", "laplace", "heteroscedastic")
+QUICK_CONFORMANCE = ("svm", "heteroscedastic")
 
 
 @pytest.mark.parametrize("name", marked(NAMES, QUICK_CONFORMANCE))

@@ -146,7 +146,7 @@ def process(t, y=None, *, markov, inducing=None):
 @pytest.mark.parametrize(
     ("guide", "markov"),
     [
-        (gpaug.AutoLatentGaussian, False),
+        slow(gpaug.AutoLatentGaussian, False),
         slow(gpaug.AutoLatentGaussian, True),
         (gpaug.AutoSparseGP, False),
     ],

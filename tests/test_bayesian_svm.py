@@ -79,20 +79,6 @@ def cavi(A, residual, y, steps=200):
 # -- batch -----------------------------------------------------------------------------
 
 
-def test_batch_golden(x64) -> None:
-    """The full process: its training inputs are the inducing ones."""
-    X, golden = np.array(GOLDEN["X"]), GOLDEN["full"]
-    y = (np.array(GOLDEN["y"]) + 1) // 2
-    _, result = fit(golden_model, 100, X, y, inducing=X)
-    np.testing.assert_allclose(-result.losses[-1], golden["elbo"], rtol=1e-10)
-    assert -result.losses[-1] < golden["log_pseudo_evidence"]
-    assert np.diff(result.losses).max() < 1e-12
-    mean, cover = gaussian(result.params, "f.v")
-    L = np.linalg.cholesky(GOLDEN["Knn"])
-    np.testing.assert_allclose(L @ mean, golden["mu"], rtol=1e-6)
-    np.testing.assert_allclose(L @ cover @ L.T, golden["Sigma"], rtol=1e-6, atol=1e-8)
-
-
 def test_both_predictive_rules_of_one_fit(x64, tmp_path) -> None:
     X, Z = np.array(GOLDEN["X"]), np.array(GOLDEN["Z"])
     y = (np.array(GOLDEN["y"]) + 1) // 2

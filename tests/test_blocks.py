@@ -116,23 +116,6 @@ def check_blocks(fn, given, dtype):
         assert_close(a, b, 20 * max(1, np.abs(b).max()))
 
 
-@pytest.mark.slow
-def test_blocks_under_vmap() -> None:
-    problem, values, natural = problem_of(factors, "float32", {})
-    several = jax.tree.map(lambda x: np.stack([x, x + np.float32(0.3)]), values)
-
-    def run(values):
-        return everything(problem, values, natural)
-
-    alone = jax.jit(lambda values: run(values))
-    one_by_one = [alone(jax.tree.map(lambda x, i=i: x[i], several)) for i in range(2)]
-    with small_blocks(2**11):
-        batched = jax.jit(jax.vmap(run))(several)
-    for i, one in enumerate(one_by_one):
-        for a, b in zip(*map(jax.tree.leaves, (batched, one)), strict=True):
-            assert_close(np.asarray(a)[i], b, 20 * max(1, np.abs(b).max()))
-
-
 @pytest.mark.parametrize(
     ("likelihood", "optim"),
     [("bernoulli", "lbfgs"), slow("student", None)],

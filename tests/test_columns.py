@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Columns of tables as arguments: numbers, missing values, categories, dates."""
 
-from datetime import date
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -106,23 +104,6 @@ def test_arrow() -> None:
         with pytest.raises(TypeError, match="x contains text"):
             read(column)
     np.testing.assert_array_equal(read(arrow.array([1, None]))[0], [1, np.nan])
-
-
-def test_polars() -> None:
-    polars = pytest.importorskip("polars")
-    names = polars.Series(["b", "a", "b"])
-    for kind in (polars.Categorical, polars.Enum(["a", "b"])):
-        codes, labels = read(names.cast(kind))
-        assert (codes.tolist(), labels) == ([1, 0, 1], ("a", "b"))
-    found, _ = read(polars.Series([1, None, 3]))
-    np.testing.assert_array_equal(found, [1, np.nan, 3])
-    assert read(polars.Series([1, 2]))[0].dtype.kind == "i"
-    frame = polars.DataFrame({"a": [1, 2], "b": [0.5, 1.5]})
-    assert read(frame)[0].shape == (2, 2)
-    with pytest.raises(TypeError, match="x contains text"):
-        read(names)
-    with pytest.raises(TypeError, match="x contains dates"):
-        read(polars.Series([date(2024, 1, 1)]))
 
 
 @pytest.mark.parametrize(
@@ -250,10 +231,6 @@ def test_integrated_hyperparameters_have_labels_beside_them() -> None:
     herds = tree["posterior"]["effect"].coords["effect_dim_0"]
     assert herds.values.tolist() == ["east", "north", "west"]
     assert sorted(nested.posterior().summary().index) == sorted(names)
-    draws = {"tau": np.ones((2, 3), "float32")}
-    collapsed = gpaug.collapse(integrated)
-    found = collapsed.posterior(draws, TABLE["herd"], TABLE["dose"])
-    assert sorted(found.summary().index) == sorted(names)
     svi = gpaug.ConjugateSVI(integrated, gpaug.AutoLatentGaussian(integrated), None)
     responses = np.stack([TABLE["dose"], -TABLE["dose"]])
     fits = svi.run_many(KEY, 20, TABLE["herd"], responses, over="y", progress_bar=False)

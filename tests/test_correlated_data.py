@@ -201,48 +201,6 @@ def test_one_matrix_of_all_data_against_linear_algebra(x64):
         posterior.predict_y(np.ones((2501, 2)), np.eye(2501))
 
 
-@pytest.mark.slow
-def test_matrices_over_hyperparameters(x64):
-    """Predictions are mixtures, and draws have the shape of the data."""
-    nested = gpaug.NestedVI(matrix_of_rows, num_points=64, progress_bar=False)
-    nested.run(jax.random.key(0), X, STEPS, Y)
-    steps, taus = STEPS[:4, :4], (np.arange(600) + 0.5) / 60
-    found, logs = [], -0.5 * taus**2
-    for i, tau in enumerate(taus):
-        mean, spread, evidence = posterior_of(*of_rows(X, STEPS, tau), Y.ravel())
-        J, noise = of_rows(NEW, steps, tau)
-        found.append((J @ mean, J @ spread @ J.T, noise))
-        logs[i] += evidence
-    weights = np.exp(logs - logs.max())
-    weights /= weights.sum()
-    means, given, noise = (np.stack(x) for x in zip(*found, strict=True))
-    mean, posterior = weights @ means, nested.posterior()
-    apart = means - mean
-    covariance = np.tensordot(weights, given + apart[:, :, None] * apart[:, None], 1)
-    variance = np.diag(covariance + np.tensordot(weights, noise, 1))
-    with pytest.warns(UserWarning, match="'Y' are correlated"):
-        predicted = posterior.predict_y(NEW, steps)
-    draws, own_mean, own_variance, log_prob = jax.jit(
-        lambda d, key: (
-            d.sample(key, (5,)), d.mean, d.variance, d.log_prob(HELD)
-        )
-    )(predicted, jax.random.key(1))  # fmt: skip
-    assert draws.shape == (5, 4, 2)
-    np.testing.assert_allclose(own_mean.ravel(), mean, atol=0.02)
-    np.testing.assert_allclose(own_variance.ravel(), variance, rtol=0.1)
-    logs = [
-        multivariate_normal(m, c).logpdf(HELD.ravel())
-        for m, c in zip(means[::20], (given + noise)[::20], strict=True)
-    ]
-    density = np.log(np.exp(logs) @ weights[::20] / weights[::20].sum())
-    np.testing.assert_allclose(log_prob, density, atol=0.1)
-    eta = posterior.predict_f(NEW, steps, site="Y", full_covariance=True)
-    np.testing.assert_allclose(eta.variance, covariance, atol=0.1 * covariance.max())
-    tree = gpaug.diagnostics.to_datatree(jax.random.key(2), nested)
-    assert tree["posterior_predictive"]["Y"].shape[2:] == (N, 2)
-    assert tree["log_likelihood"]["Y"].shape[2:] == ()
-
-
 def in_a_plate(likelihood):
     with numpyro.plate("data", N):
         return numpyro.sample("y", likelihood, obs=Y)

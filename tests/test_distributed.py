@@ -254,23 +254,6 @@ for source in (gpaug.Batches, gpaug.Blocks):
         told(source.__name__, fault, time.monotonic() - begun < 30, error=error)
 """
 
-SKEWED = """
-# As if the data were large, and one machine slower than the other.
-progress._SMALL, now = 0, time.perf_counter
-time.perf_counter = lambda: now() * (100.0, 3000.0)[process]
-X = np.random.default_rng(0).normal(size=(80, 2)).astype("f")
-y, own = (X[:, 0] > 0).astype("int32"), 80 // processes
-data = shared(*(x[process * own : (process + 1) * own] for x in (X, y)))
-svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), None)
-lengths = []
-result = svi.run(
-    jax.random.key(0), 40, *data, Z=X[:6], progress_bar=False,
-    callback=lambda state, losses: lengths.append(len(losses)),
-)
-print("found", *result.losses)
-print("found", *lengths)
-"""
-
 
 @pytest.fixture
 def two_processes(monkeypatch):
@@ -349,15 +332,3 @@ def test_what_fails_in_one_process_ends_all_with_the_same_message():
             assert re.search(message, two), two
             if fault not in ("labels", "key", "None"):
                 assert "RuntimeError: process 1 failed: " in one
-
-
-@pytest.mark.slow
-def test_processes_of_unequal_speed_take_loops_of_one_length():
-    (alone,), errors = printed(SKEWED, ())
-    assert len(alone) == 2, errors
-    both, errors = printed(SKEWED, (), ())
-    for found in both:
-        assert len(found) == 2, errors
-        losses, expected = (np.array(x[0].split(), float) for x in (found, alone))
-        np.testing.assert_allclose(losses, expected, rtol=1e-4)
-        assert found[1] == both[0][1]

@@ -112,15 +112,6 @@ def test_drawn_classes_err_as_all_classes_do(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_benchmark_of_fields_runs_at_small_sizes(tmp_path: Path) -> None:
-    cases = ["--cases", "lattice log det", "lattice icar"]
-    one, other = found_by("fields", tmp_path, "--quick", *cases)["rows"]
-    assert one["log det"] < 1e-9
-    assert other["nodes"] == 289
-    assert 0 < other["hyper"]["scale"] < 1
-
-
-@pytest.mark.slow
 def test_benchmark_of_crossed_effects_runs_at_small_sizes(tmp_path: Path) -> None:
     # The second has binary data, in both forms.
     cases = ["--cases", "normal", "exact"]
@@ -128,13 +119,6 @@ def test_benchmark_of_crossed_effects_runs_at_small_sizes(tmp_path: Path) -> Non
     assert normal["noise"] < 0.05
     assert normal["error"] < 0.2
     assert exact["sds"] < 0.03
-
-
-@pytest.mark.slow
-def test_benchmark_of_series_runs_at_small_sizes(tmp_path: Path) -> None:
-    cases = ["--cases", "equality"]
-    (found,) = found_by("markov", tmp_path, "--quick", *cases)["rows"]
-    assert max(found[k] for k in ("bound", "dense", "slope", "mean", "variance")) < 1e-8
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ from math import exp, log1p, pi, sqrt
 
 import jax
 import jax.numpy as jnp
-import mpmath
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
@@ -19,14 +18,12 @@ from scipy.stats import t
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.errors import NotConjugateError, UnknownLikelihoodError
-from numpyro_gpaug.likelihoods import lookup_augmentation
 from numpyro_gpaug.likelihoods.expectations import predictive
 from numpyro_gpaug.math.logistic import (
     expected_log_sigmoid,
     expected_sigmoid,
     logistic_mixture,
 )
-from numpyro_gpaug.math.quadrature import gauss_hermite
 from tests.conftest import assert_close
 
 MEANS = [-200.0, -37.0, -9.0, -2.0, -0.3, 0.0, 0.3, 2.0, 9.0, 37.0, 200.0]
@@ -75,21 +72,6 @@ def of_the_grid(g, dtype):
 
 def reference(g, points):
     return np.array([expectation(g, *point) for point in points.tolist()])
-
-
-@pytest.mark.parametrize("point", [(-37.0, 7.0), (0.3, 1e6), (2.0, 1e-6), (9.0, 1e2)])
-def test_the_reference_itself_in_high_precision(point):
-    mean, variance = map(mpmath.mpf, point)
-    with mpmath.workdps(30):
-        scale = mpmath.sqrt(variance)
-        turns = sorted({*(mean + scale * k for k in (-30, -8, -2, 0, 2, 8, 30)),
-                        *(mpmath.mpf(k) for k in (-60, -5, 0, 5, 60)
-                          if abs(k - mean) < 30 * scale)})  # fmt: skip
-        value = mpmath.quad(
-            lambda f: -mpmath.log1p(mpmath.exp(-f)) * mpmath.npdf(f, mean, scale), turns
-        )
-    ours = expectation(log_sigmoid, *point)
-    assert abs(ours - float(value)) < 1e-12 * max(1, abs(value))
 
 
 def test_expected_log_sigmoid_and_derivatives(dtype):
@@ -151,37 +133,6 @@ def test_the_mixture_is_the_logistic(dtype):
     ours = ndtr(f[:, None] / scales) @ weights
     tolerance = {"float64": 1e-14, "float32": 3e-7}[dtype]
     assert np.abs(ours - expit(f)).max() < tolerance
-
-
-def test_gauss_hermite_integrates_polynomials(dtype):
-    nodes, weights = gauss_hermite(10, dtype)
-    assert nodes.dtype == weights.dtype == dtype
-    nodes, weights = np.asarray(nodes), np.asarray(weights)
-    moments = [float((weights * nodes**k).sum()) for k in range(9)]
-    expected = [1, 0, 1, 0, 3, 0, 15, 0, 105]
-    np.testing.assert_allclose(
-        moments, expected, rtol=1e-5, atol=1e-4 if dtype == "float32" else 1e-10
-    )
-
-
-@pytest.mark.usefixtures("x64")
-def test_polya_gamma_conditional_and_natural_agree_with_the_likelihood():
-    """``log p(y, omega | f) - log p(omega | y, f)`` is ``log p(y | f)``, and the joint
-    is Gaussian in f with the natural parameters."""
-    d = dist.Bernoulli(logits=np.zeros(2))
-    augmentation = lookup_augmentation(type(d))
-    y, omega = np.array([0, 1]), np.array([0.1, 0.4])
-
-    @jax.jit
-    @jax.vmap
-    def constant(f):
-        given = augmentation.natural(d, y, {"omega": omega}, {})
-        ((potential, precision),) = given.values()
-        aux = augmentation.conditional(d, y, {"logits": f})["omega"]
-        joint = dist.Bernoulli(logits=f).log_prob(y) + aux.log_prob(omega)
-        return joint - (potential * f - precision * f**2 / 2)
-
-    assert_close(*constant(np.array([[0.3, -2.0], [-1.7, 5.0]])), 100)
 
 
 # Wrappers.

@@ -13,28 +13,12 @@ from numpyro_gpaug.likelihoods.contract import lookup_augmentation
 from numpyro_gpaug.likelihoods.expectations import expected_log_prob
 from numpyro_gpaug.math.log_sum import LOGISTIC, expected_log_sum
 from numpyro_gpaug.testing import check_augmentation
-from tests.augmented import left_over, sites_without_variance
+from tests.augmented import sites_without_variance
 
 KEY = jax.random.key(0)
 
 
 ZETA = np.array([0.7, 2.0, 4.0])
-
-
-def test_given_auxiliaries_the_model_is_gaussian(x64) -> None:
-    """The log-density by NumPy is 1 - log zeta - C / (K zeta) sum sigmoid(f)."""
-
-    def log_density(f):
-        total = (5 / 2) * (1 / (1 + np.exp(-f))).sum(-1)
-        return 1 - np.log(ZETA) - total / ZETA
-
-    rng = np.random.default_rng(0)
-    f = 2 * rng.normal(size=(4, 3, 2))
-    n = rng.integers(1, 4, (3, 2))
-    auxiliaries = {"n": n, "omega": n * rng.uniform(0.1, 0.4, (3, 2))}
-    d = gpaug.LogisticNormalizer(np.zeros((3, 2)), 5, ZETA)
-    left = left_over(d, np.zeros(3), f, auxiliaries, log_density)
-    np.testing.assert_allclose(left, left[:1].repeat(4, 0), rtol=1e-8)
 
 
 def test_the_bound_is_tight_without_variance_and_so_are_its_sites(x64) -> None:

@@ -73,15 +73,10 @@ SPLIT = {
     "exponentials": (exponentials, [N]),
     "conditional": (conditional, [N]),
     "bernoulli": (lambda z: dist.Bernoulli(logits=eta(z)).log_prob(BINARY), [N]),
-    "probit": (
-        lambda z: dist.Bernoulli(jax.scipy.stats.norm.cdf(eta(z))).log_prob(BINARY),
-        [N],
-    ),
     "ordinal": (
         lambda z: dist.OrderedLogistic(eta(z), CUTS).log_prob(jnp.clip(COUNTS, 0, 3)),
         [N],
     ),
-    "gamma": (lambda z: dist.Gamma(2.0, 2 * jnp.exp(-eta(z))).log_prob(POSITIVE), [N]),
     "negative binomial": (
         lambda z: dist.NegativeBinomial2(jnp.exp(eta(z)), 3.0).log_prob(COUNTS),
         [N],
@@ -91,12 +86,6 @@ SPLIT = {
         [N],
     ),
     "beta": (beta, [N]),
-    "student": (lambda z: dist.StudentT(3.0, eta(z), 1.0).log_prob(POSITIVE), [N]),
-    "weibull": (
-        lambda z: dist.Weibull(jnp.exp(eta(z)), 1.5).log_prob(POSITIVE),
-        [N],
-    ),
-    "log-normal": (lambda z: dist.LogNormal(eta(z), 0.5).log_prob(POSITIVE), [N]),
     "truncated": (
         lambda z: dist.TruncatedNormal(eta(z), 1.0, low=0.0).log_prob(POSITIVE),
         [N],
@@ -112,10 +101,6 @@ SPLIT = {
             .log_prob(jnp.ones((N, 4), int))
         ),
         [4 * N],
-    ),
-    "event": (
-        lambda z: dist.Poisson(jnp.exp(eta(z))).to_event(1).log_prob(COUNTS),
-        [N],
     ),
     "masked": (
         lambda z: dist.Poisson(jnp.exp(eta(z))).mask(BINARY == 1).log_prob(COUNTS),

@@ -14,7 +14,6 @@ from numpyro import handlers
 from numpyro.infer import SVI, Predictive
 
 import numpyro_gpaug as gpaug
-from tests.conftest import compilations, slow
 from tests.function_space import (
     LENGTHSCALES,
     VARIANCES,
@@ -211,27 +210,6 @@ def test_draws_have_the_moments_of_the_posterior() -> None:
     assert drawn["f"].shape == (6, 4, 3)
 
 
-def test_posteriors_of_one_guide_share_what_is_compiled() -> None:
-    posterior, guide, result, (X, y), given = classes()
-    whole = np.asarray(posterior.predict_y(X).probs)
-    none = compilations("_answer")
-    part = posterior.predict_y(X, batch_size=16).probs
-    before = compilations("_answer")
-    assert before == none + 1
-    # Products of other shapes have other rounding errors.
-    np.testing.assert_allclose(part, whole, atol=2e-4)
-    for scale in (1.0, 1.1):
-        params = {**result.params, "W": scale * result.params["W"]}
-        again = gpaug.Posterior.from_guide(three, guide, params, X, y, **given)
-        probs = again.predict_y(X[: int(21 * scale)], batch_size=16).probs
-    assert compilations("_answer") == before
-    # Params are data of the program, not constants.
-    assert np.abs(np.asarray(probs) - whole[:23]).max() > 1e-4
-    other = gpaug.AutoFunctionSpaceGP(three, linear)
-    apart = gpaug.Posterior.from_guide(three, other, result.params, X, y, **given)
-    assert apart._predictor is not posterior._predictor
-
-
 def test_a_mean_without_params_is_told() -> None:
     guide = gpaug.AutoFunctionSpaceGP(regression, lambda X: 0 * X[:, 0])
     X = inputs(8)
@@ -239,31 +217,17 @@ def test_a_mean_without_params_is_told() -> None:
         jax.eval_shape(lambda: handlers.seed(guide, 0)(X, X[:, 0], inducing=X[:3]))
 
 
-def network(library: str, depth: int):
-    """A mean function from a network of some library, by NumPyro's own means. Flax is
-    no dependency of the tests: too much comes with it."""
+def network(depth: int):
+    """A mean function from a network, by NumPyro's own means."""
     from numpyro.contrib import module
 
-    if library == "equinox":
-        eqx = pytest.importorskip("equinox")
-        net = eqx.nn.MLP(2, "scalar", 8, depth, key=KEY)
-        return lambda X: jax.vmap(module.eqx_module("net", net))(X)
-    if library == "nnx":
-        nnx = pytest.importorskip("flax.nnx")
-        rngs = nnx.Rngs(0)
-        layers = [nnx.Linear(2 if i == 0 else 8, 8, rngs=rngs) for i in range(depth)]
-        inner = [part for layer in layers for part in (layer, jax.nn.tanh)]
-        deep = nnx.Sequential(*inner, nnx.Linear(8, 1, rngs=rngs))
-        return lambda X: module.nnx_module("net", deep)(X)[..., 0]
-    linen = pytest.importorskip("flax.linen")
-    inner = [part for _ in range(depth) for part in (linen.Dense(8), jax.nn.tanh)]
-    stack = linen.Sequential([*inner, linen.Dense(1)])
-    return lambda X: module.flax_module("net", stack, input_shape=(1, 2))(X)[..., 0]
+    eqx = pytest.importorskip("equinox")
+    net = eqx.nn.MLP(2, "scalar", 8, depth, key=KEY)
+    return lambda X: jax.vmap(module.eqx_module("net", net))(X)
 
 
-@pytest.mark.parametrize("library", ["equinox", slow("nnx"), "linen"])
-def test_save_and_load_a_network(tmp_path, library) -> None:
-    mean = network(library, 1)
+def test_save_and_load_a_network(tmp_path) -> None:
+    mean = network(1)
     X = inputs(40)
     guide = gpaug.AutoFunctionSpaceGP(regression, mean)
     given = (X, np.sin(X[:, 0])), {"inducing": X[:10]}
@@ -281,9 +245,7 @@ def test_save_and_load_a_network(tmp_path, library) -> None:
     assert np.abs(before.mean).max() > 0
     with pytest.raises(ValueError, match="pass the guide of the fit"):
         gpaug.Posterior.load(path, regression)
-    if library == "linen":
-        return  # linen names the wrong parameter itself
-    wrong = gpaug.AutoFunctionSpaceGP(regression, network(library, 2))
+    wrong = gpaug.AutoFunctionSpaceGP(regression, network(2))
     with pytest.raises(ValueError, match="saved with 4 arrays.*declares 6"):
         gpaug.Posterior.load(path, regression, wrong).predict_f(X)
 

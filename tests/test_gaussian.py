@@ -10,7 +10,6 @@ from numpyro.distributions.kl import kl_divergence
 from scipy.stats import multivariate_normal
 
 from numpyro_gpaug.distributions.gaussian import BlockGaussian
-from numpyro_gpaug.gaussians.dense import NaturalGaussian
 from tests.conftest import assert_close
 
 SHAPES = [(4,), (3, 4)]
@@ -116,21 +115,6 @@ def test_samples_have_the_moments(shape, parameter):
         assert (np.abs(across) / spread).max() < 5
 
 
-def test_from_natural(shape, dtype):
-    _, loc, covariance = draw_block(shape, "covariance", "float32")
-    precision = np.linalg.inv(covariance)
-    potential = np.einsum("cij,cj->ci", precision, loc)
-    natural = NaturalGaussian(
-        potential.reshape(shape).astype(dtype),
-        precision.reshape(*shape, shape[-1]).astype(dtype),
-    )
-    q = jax.jit(BlockGaussian.from_natural)(natural)
-    mean, variance = mean_and_variance(q)
-    assert_close(mean, loc.reshape(shape), 30)
-    diagonal = np.diagonal(covariance, axis1=-2, axis2=-1)
-    assert_close(variance, diagonal.reshape(shape), 30)
-
-
 def test_kl_against_multivariate_normals(shape, parameter, dtype):
     q, loc, covariance = draw_block(shape, parameter, dtype)
     prior_loc, prior_scale = np.full(shape, 0.3), np.linspace(0.5, 2, shape[-1])
@@ -173,32 +157,3 @@ def test_pytree_and_jit(shape, parameter):
     moved = jax.tree.map(lambda x: 2 * x, q)
     factor = 4 if parameter == "covariance" else 1 / 4
     assert_close(mean_and_variance(moved)[1], factor * np.asarray(variance))
-
-
-@pytest.mark.usefixtures("x64")
-def test_signs_of_the_diagonal_do_not_matter(shape, parameter):
-    q, _, _ = draw_block(shape, parameter)
-    tril = np.asarray(q.tril) * [1.0, -1, -1, 1]
-    flipped = BlockGaussian(q.loc, tril, parameter)
-    value = np.linspace(-1, 1, int(np.prod(shape))).reshape(shape)
-    assert_close(*log_prob(flipped, value), *log_prob(q, value))
-    prior = np.zeros(shape), np.ones(shape[-1])
-    assert_close(divergence(flipped, *prior), divergence(q, *prior))
-
-
-@pytest.mark.usefixtures("x64")
-def test_samples_are_reparametrised(shape, parameter):
-    q, _, _ = draw_block(shape, parameter)
-    moved = np.ones(shape), np.tril(np.ones(q.tril.shape))
-
-    @jax.jit
-    def draw_and_slope(step):
-        def draw(step):
-            leaves = q.loc + step * moved[0], q.tril + step * moved[1]
-            return BlockGaussian(*leaves, parameter).sample(jax.random.key(0))
-
-        return jax.jvp(draw, (step,), (jnp.ones_like(step),))
-
-    slope = draw_and_slope(0.0)[1]
-    ends = [np.asarray(draw_and_slope(step)[0]) for step in (1e-6, -1e-6)]
-    np.testing.assert_allclose(slope, (ends[0] - ends[1]) / 2e-6, rtol=1e-6, atol=1e-8)

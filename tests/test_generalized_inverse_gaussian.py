@@ -279,27 +279,6 @@ def test_inverse_gaussian_against_scipy(dtype):
         assert np.sqrt(NUM_DRAWS) * np.max(np.abs(rank - cdf)) < limit
 
 
-@pytest.mark.slow
-def test_inverse_gaussian_is_the_special_case(dtype):
-    d = InverseGaussian(
-        np.asarray([[0.3], [2.0]], dtype), np.asarray([1e-3, 1.0, 500.0], dtype)
-    )
-    same = d.to_gig()
-    assert d.batch_shape == same.batch_shape == (2, 3)
-    rtol = tol(dtype, 2e-5, 1e-11)
-    ours, general = summary(d), summary(same)
-    x = 0.9 * np.asarray(ours["mean"])
-    ours["log_prob"], general["log_prob"] = density(d, x), density(same, x)
-    for name, got in ours.items():
-        assert got.dtype == dtype
-        np.testing.assert_allclose(got, general[name], rtol, rtol, err_msg=name)
-    other = InverseGaussian(np.asarray(1.1, dtype), np.asarray(2.0, dtype))
-    np.testing.assert_allclose(
-        divergence(d, other), divergence(same, other.to_gig()), rtol=5 * rtol
-    )
-    np.testing.assert_array_equal(divergence(d, d), 0.0)
-
-
 @slow_in_double
 def test_inverse_gaussian_extremes(dtype):
     scales = SCALES[dtype]

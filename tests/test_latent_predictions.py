@@ -166,32 +166,6 @@ def test_a_model_of_factors_alone_has_nothing_to_leave_out():
         gpaug.diagnostics.loo(tree)
 
 
-def probit(eta):
-    return dist.Bernoulli(probs=ndtr(eta))
-
-
-def ordinal(eta):
-    return dist.OrderedLogistic(eta, jnp.array([-0.5, 1.0]))
-
-
-@pytest.mark.parametrize("likelihood", [slow(probit), ordinal])
-def test_labels_by_quadrature_have_probabilities(likelihood):
-    def model(t, y=None, *, prior=1.0):
-        b = numpyro.sample("b", dist.Normal(0, prior))
-        with numpyro.plate("data", len(t)):
-            numpyro.sample("y", likelihood(b * t), obs=y)
-
-    svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
-    posterior = moved(svi, 1, T, DIED.astype(int))
-    predicted = posterior.predict_y(T)
-    draws = np.asarray(posterior["b"].sample(KEY, (20_000,)))
-    expected = jax.jit(lambda b: likelihood(b[:, None] * T).probs.mean(0))(draws)
-    np.testing.assert_allclose(predicted.probs, expected, atol=0.01)
-    found = np.log(np.asarray(predicted.probs)[np.arange(N), DIED.astype(int)])
-    density = posterior.log_prob(T, DIED.astype(int))
-    np.testing.assert_allclose(density, found, atol=1e-5)
-
-
 def test_members_that_other_data_look_at_by_codes_are_known_in_predictions():
     """Subjects have visits, and an outcome each in their own plate."""
 

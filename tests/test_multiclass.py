@@ -22,7 +22,6 @@ from numpyro_gpaug.math.log_sum import (
     expected_shares,
 )
 from numpyro_gpaug.testing import check_augmentation
-from tests.augmented import left_over, sites_without_variance
 from tests.conftest import slow
 from tests.models import covariance
 
@@ -83,30 +82,6 @@ def test_two_classes_against_brute_force(dtype: str, name: str) -> None:
         np.testing.assert_allclose(
             v[i, 0] * slopes[1][i, 0], by_variance, atol=3 * tolerance + 1e-7
         )
-
-
-def test_softmax_identities() -> None:
-    """Shares are the slopes, and a shift of all latents shifts the value."""
-    rng = np.random.default_rng(2)
-    m = (4 * rng.normal(size=(6, 5))).astype("float32")
-    v = np.exp(rng.normal(size=(6, 5))).astype("float32")
-
-    @jax.jit
-    def everything(m, v):
-        def total(m, v):
-            value = expected_log_sum(EXPONENTIAL, m, v)
-            return value.sum(), value
-
-        (_, value), slopes = jax.value_and_grad(total, (0, 1), has_aux=True)(m, v)
-        shifted = expected_log_sum(EXPONENTIAL, m + 50, v)
-        return value, shifted, slopes, expected_shares(EXPONENTIAL, m, v)
-
-    found = jax.tree.map(np.asarray, everything(m, v))
-    value, shifted, (slope, curvature), shares = found
-    np.testing.assert_allclose(slope, shares, atol=2e-6)
-    np.testing.assert_allclose(shares.sum(-1), 1, atol=1e-6)
-    assert curvature.min() > -1e-6
-    np.testing.assert_allclose(shifted, value + 50, rtol=1e-6)
 
 
 def test_golden_expectations(x64) -> None:
@@ -170,40 +145,6 @@ def test_golden_problem(x64, kind: str, which: str) -> None:
     f = svi.posterior(result).predict_f(X)
     np.testing.assert_allclose(f.mean, golden["m"], rtol=1e-8, atol=1e-10)
     np.testing.assert_allclose(f.variance, golden["v"], rtol=1e-8)
-
-
-def test_given_auxiliaries_the_model_is_gaussian(x64) -> None:
-    """The log-density is computed by NumPy."""
-    y = np.array([0, 1, 2])
-
-    def log_density(f):
-        g = 1 / (1 + np.exp(-f))
-        return np.log(g[:, np.arange(3), y] / g.sum(-1))
-
-    rng = np.random.default_rng(0)
-    f = 2 * rng.normal(size=(4, 3, 3))
-    counts = rng.integers(1, 4, (3, 3))
-    omega = counts * rng.uniform(0.1, 0.4, (3, 3))
-    auxiliaries = {"rate": rng.exponential(size=3), "counts": counts, "omega": omega}
-    d = gpaug.LogisticSoftmax(np.zeros((3, 3)))
-    left = left_over(d, y, f, auxiliaries, log_density)
-    np.testing.assert_allclose(left, left[:1].repeat(4, 0), rtol=1e-8)
-
-
-def test_the_bound_is_tight_without_variance_and_so_are_its_sites(x64) -> None:
-    """The reference has the factors at the means of the auxiliaries, by NumPy: for an
-    exponential rate with mean 1 / S the counts have means sigmoid(-f) / S.
-    """
-    f = 2 * np.random.default_rng(1).normal(size=(5, 3))
-    y = np.array([0, 1, 2, 2, 0])
-    bound, potential, found = sites_without_variance(gpaug.LogisticSoftmax, y, f)
-    g = 1 / (1 + np.exp(-f))
-    expected = np.log(g[np.arange(5), y] / g.sum(-1))
-    np.testing.assert_allclose(bound, expected, rtol=1e-12)
-    counts, own = (1 - g) / g.sum(-1, keepdims=True), np.eye(3)[y]
-    precision = (own + counts) * np.tanh(f / 2) / (2 * f)
-    np.testing.assert_allclose(found, precision, rtol=1e-10)
-    np.testing.assert_allclose(potential, 0.5 * (own - counts), rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.slow
@@ -304,27 +245,3 @@ def test_labels_outside_the_classes(labels: list[int], message: str) -> None:
 def test_one_class_is_refused() -> None:
     with pytest.raises(ValueError, match="at least two"):
         gpaug.LogisticSoftmax(jnp.zeros((4, 1)))
-
-
-def test_the_distribution_is_a_numpyro_citizen() -> None:
-    f = np.asarray([[0.5, -1.0, 2.0], [0.0, 0.0, 3.0]], "float32")
-    y = np.array([2, 0])
-
-    @jax.jit
-    def everything(f, key):
-        d = gpaug.LogisticSoftmax(f)
-        reference = dist.Categorical(logits=jax.nn.log_sigmoid(f))
-        batched = jax.vmap(lambda f, y: gpaug.LogisticSoftmax(f).log_prob(y))(f, y)
-        pairs = [(d.log_prob(y), reference.log_prob(y)), (d.probs, reference.probs)]
-        return pairs, batched, d.sample(key, (20_000,)), d
-
-    pairs, batched, draws, d = everything(f, KEY)
-    for ours, reference in pairs:
-        np.testing.assert_allclose(ours, reference, rtol=1e-6)
-    np.testing.assert_allclose(batched, pairs[0][0], rtol=1e-6)
-    counts = np.stack([(np.asarray(draws) == k).mean(0) for k in range(3)], -1)
-    np.testing.assert_allclose(counts, pairs[1][0], atol=0.02)
-    # The distribution passes through the compiled function unchanged.
-    np.testing.assert_array_equal(d.logits, f)
-    assert d.expand((4, 2)).batch_shape == (4, 2)
-    assert d.enumerate_support().shape == (3, 2)

@@ -330,20 +330,6 @@ def test_prefetch_works_ahead_but_not_further():
     assert threading.active_count() == before
 
 
-def test_prefetch_prepares_while_the_consumer_works():
-    ready = threading.Event()
-
-    def items():
-        yield 0
-        ready.set()
-        yield 1
-
-    iterator = prefetch(items())
-    assert next(iterator) == 0
-    assert ready.wait(timeout=60)
-    assert list(iterator) == [1]
-
-
 def test_prefetch_raises_where_the_item_would_have_come():
     def items():
         yield 1

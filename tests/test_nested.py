@@ -24,7 +24,6 @@ from numpyro_gpaug.gaussians.base import GaussianFactors
 from numpyro_gpaug.infer.nested.bound import Start, moments_given
 from numpyro_gpaug.infer.nested.drawer import Points
 from numpyro_gpaug.infer.nested.draws import best_width
-from numpyro_gpaug.infer.nested.hyperparameters import Hyperparameters
 from numpyro_gpaug.infer.nested.known import Known
 from numpyro_gpaug.infer.nested.latent_modes import _is_concave
 from numpyro_gpaug.infer.nested.mirrors import mirrored
@@ -96,25 +95,6 @@ def energy(model, y):
 
 
 # -- the collapsed model -------------------------------------------------------------
-
-
-def test_draws_from_the_prior_are_those_of_jax_at_the_same_keys():
-    def model(y):
-        tau = numpyro.sample("tau", dist.Gamma(0.7, 2.0))
-        numpyro.sample(
-            "y", dist.Normal(numpyro.sample("a", dist.Normal(0, tau)), 1), obs=y
-        )
-
-    guide, arguments = gpaug.AutoLatentGaussian(model), Arguments.split((0.3,), {})
-    structure = guide.setup(0.3).structure
-    hyper = Hyperparameters(model, structure, arguments)
-    found = hyper.prior_draws(arguments, 3, np.random.default_rng(0))
-    words = np.random.default_rng(0).integers(2**32, size=(3, 2), dtype=np.uint32)
-    for draw, word in zip(found, words, strict=True):
-        key = jax.random.wrap_key_data(word, impl="threefry2x32")
-        with numpyro.handlers.seed(rng_seed=key):
-            tau = numpyro.sample("tau", dist.Gamma(0.7, 2.0))
-        np.testing.assert_allclose(draw, [np.log(tau)], rtol=1e-5)
 
 
 def of_vector(density):

@@ -71,10 +71,6 @@ def wave(X):
     return np.sin(2 * X[:, 0])
 
 
-def three_waves(X):
-    return np.stack([wave(X), -wave(X), 0 * wave(X)], 1)
-
-
 @pytest.fixture(scope="module")
 def series():
     """Inputs in no order, a curve, inducing inputs."""
@@ -107,14 +103,6 @@ def test_elbo_with_noise_has_a_running_mean():
     assert (x[0], x[-1]) == (10, 200)
     assert y[0] == pytest.approx(-losses[:10].mean())
     assert lines(ax)["bound"].get_alpha() < 1
-
-
-def test_elbo_of_steps_that_end_has_not_converged():
-    sizes = 0.95 ** np.arange(200)
-    losses = 300 - sizes.cumsum()
-    assert plots.plot_elbo(losses).get_title() == "converged"
-    ax = plots.plot_elbo(losses, step_sizes=sizes)
-    assert ax.get_title() == "still improving"
 
 
 def test_elbo_marks_where_it_is_lost():
@@ -202,20 +190,6 @@ def test_latent_draws_mean_intervals_data_and_inducing_inputs(series):
     np.testing.assert_array_equal(lines(ax)["data"].get_data(), (X[:, 0], y))
     np.testing.assert_array_equal(lines(ax)["inducing inputs"].get_xdata(), Z[:, 0])
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("x", "latent function")
-
-
-@pytest.mark.slow
-def test_latents_of_several_outputs_and_the_given_axes(series):
-    X, y, Z = series
-    labels = np.digitize(y, [-0.5, 0.5])
-    posterior = of_function(three_waves, X, labels, Z, "class")
-    given = plt.subplots()[1]
-    ax = plots.plot_latent(posterior, X[:, 0], levels=(), ax=given)
-    assert ax is given
-    assert legend(ax) == [f"posterior mean, latent {i}" for i in range(3)]
-    assert len({to_hex(line.get_color()) for line in ax.lines}) == 3
-    with pytest.raises(ValueError, match="a Categorical.*one number per input"):
-        plots.plot_predictive(posterior, X)
 
 
 def test_predictive_of_real_observations(series):

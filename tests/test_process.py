@@ -11,7 +11,7 @@ import numpyro.distributions as dist
 import pytest
 from jax import random
 from numpyro import handlers
-from numpyro.infer import Predictive, Trace_ELBO, log_likelihood
+from numpyro.infer import Predictive, log_likelihood
 from numpyro.infer.util import log_density
 from scipy.stats import norm
 
@@ -299,27 +299,6 @@ def test_log_densities_use_the_mean():
 
 
 @pytest.mark.usefixtures("x64")
-def test_stock_bounds_draw_the_residual():
-    """The loss of Trace_ELBO at one q, averaged, is the bound with residual noise."""
-    guide = gpaug.AutoSparseGP(regression, covariance="diagonal").setup(X, Y)
-    params = {"f.v_auto_loc": jnp.asarray(V[0]), "f.v_auto_scale": jnp.full(4, 0.4)}
-    mean, residual = brute(V[0])
-    factor = np.linalg.cholesky(squared_exponential(Z, Z))
-    A = np.linalg.solve(factor, squared_exponential(Z, X))
-    variance = residual + 0.4**2 * (A**2).sum(0)
-    expected = np.sum(norm(mean, 0.3).logpdf(Y) - variance / (2 * 0.3**2))
-    expected -= 0.5 * np.sum(0.4**2 + V[0] ** 2 - 1 - 2 * np.log(0.4))
-    loss = Trace_ELBO()
-
-    @jax.vmap
-    def value(key):
-        return -loss.loss(key, params, regression, guide, X, Y)
-
-    draws = jax.jit(value)(random.split(random.key(0), 4000))
-    assert abs(draws.mean() - expected) < 5 * draws.std() / np.sqrt(len(draws))
-
-
-@pytest.mark.usefixtures("x64")
 def test_residual_sites_are_whitened_latents():
     model = gpaug.with_residual(regression, "site")
     eps = RNG.normal(size=7)
@@ -331,24 +310,6 @@ def test_residual_sites_are_whitened_latents():
     assert_close(total, expected, 10)
     assert types["f.eps"] == "sample"
     assert_close(found["f"], mean + np.sqrt(residual) * eps, 10)
-
-
-@pytest.mark.usefixtures("x64")
-def test_residual_sites_of_several_latents():
-    def model():
-        gp = gpaug.GaussianProcess(
-            "f", KERNEL, jnp.asarray(Z), num_latents=3, jitter=0.0
-        )
-        with numpyro.plate("data", 7):
-            gp(jnp.asarray(X))
-
-    eps = RNG.normal(size=(7, 3))
-    params = {"f.v": jnp.asarray(V), "f.eps": jnp.asarray(eps)}
-    total, found, _ = density(gpaug.with_residual(model, "site"), params)
-    assert_close(total, norm.logpdf(V).sum() + norm.logpdf(eps).sum(), 10)
-    for c in range(3):
-        mean, residual = brute(V[c])
-        assert_close(found["f"][:, c], mean + np.sqrt(residual) * eps[:, c], 10)
 
 
 def test_residual_sites_do_not_go_into_plates_of_outputs():

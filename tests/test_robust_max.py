@@ -2,7 +2,6 @@
 """Robust-max: the distribution, its expectation, fits."""
 
 import json
-from functools import cache
 from pathlib import Path
 
 import jax
@@ -19,7 +18,6 @@ from numpyro_gpaug.math.argmax import argmax_probability
 from tests.conftest import slow, slow_in_double
 from tests.test_argmax import everything
 from tests.test_multiclass import blobs
-from tests.test_robustness import assert_monotone
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "robustmax.json").read_text())
 KEY = jax.random.key(0)
@@ -82,36 +80,6 @@ def test_density_and_draws(dtype) -> None:
     assert jax.eval_shape(lambda d: d.log_prob(2), one).shape == (3,)
 
 
-def test_gradients_against_differences(x64) -> None:
-    """The gradient of the expectation is in means, variances and epsilon."""
-    rng = np.random.default_rng(3)
-    at = (
-        rng.normal(size=(4, 5)),
-        10.0 ** rng.uniform(-1, 1, (4, 5)),
-        rng.uniform(0.01, 0.5, 4),
-    )
-    y = np.array([0, 4, 2, 2])
-
-    @jax.jit
-    def value_and_slope(at, tangents):
-        def value(m, v, epsilon):
-            d = gpaug.RobustMax(jnp.zeros_like(m), epsilon)
-            return expected_log_prob(d, y, {"f": m}, {"f": v})
-
-        return jax.jvp(value, at, tangents)
-
-    for k in range(3):
-        tangents = [np.zeros_like(x) for x in at]
-        tangents[k] = at[k] * rng.normal(size=at[k].shape)
-        slope = value_and_slope(at, tuple(tangents))[1]
-        ends = []
-        for h in (1e-5, -1e-5):
-            moved = tuple(x + h * t for x, t in zip(at, tangents, strict=True))
-            ends.append(np.asarray(value_and_slope(moved, tuple(tangents))[0]))
-        difference = (ends[0] - ends[1]) / 2e-5
-        np.testing.assert_allclose(slope, difference, rtol=1e-6, atol=1e-7)
-
-
 def test_bad_parameters() -> None:
     with pytest.raises(ValueError, match=r"f has shape \(\).*num_latents=C"):
         gpaug.RobustMax(jnp.zeros(()))
@@ -153,43 +121,6 @@ def fitter(model, optim=None, **options):
 
 def run(svi, X, y, num_steps, **arguments):
     return svi.run(KEY, num_steps, X, y, progress_bar=False, **arguments)
-
-
-@cache
-def hard_problems():
-    rng = np.random.default_rng(0)
-    cloud = rng.normal(size=(40, 2))
-    sector = np.floor(3 * (np.arctan2(*cloud.T) / (2 * np.pi) + 0.5)).astype(int) % 3
-    return {
-        "two unlike": (cloud[:2], np.array([0, 1])),
-        "separable": (cloud, sector),
-        "one class": (cloud, np.ones(40, int)),
-        "noise": (cloud, rng.integers(0, 3, 40)),
-        "duplicates": (np.repeat(cloud[:10], 4, 0), rng.integers(0, 3, 40)),
-    }
-
-
-def run_hard(names, dtype, kinds, num_steps, variances=(1.0, 1e3)):
-    compiled: dict = {}
-    for name in names:
-        X, y = hard_problems()[name]
-        X = X.astype(dtype)
-        Z = np.unique(X, axis=0)
-        for kind, optim in kinds:
-            svi = compiled.setdefault((kind, Z.shape), fitter(kind, optim))
-            for variance in variances:
-                arguments = {"inducing": Z, "variance": np.asarray(variance, dtype)}
-                result = run(svi, X, y, num_steps, **arguments)
-                assert_monotone(result.losses, dtype)
-                leaves = jax.tree.leaves(result.params)
-                assert all(np.isfinite(x).all() for x in leaves)
-                assert result.losses[-1] < result.losses[0]
-
-
-@pytest.mark.slow
-def test_all_hard_problems(dtype) -> None:
-    kinds = [(model, None), (learnt, optax.adam(0.1))]
-    run_hard(hard_problems(), dtype, kinds, 200)
 
 
 @pytest.mark.parametrize("gradients", [False, slow(True)])

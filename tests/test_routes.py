@@ -12,7 +12,6 @@ from numpyro.infer import (
     Predictive,
     Trace_ELBO,
     TraceMeanField_ELBO,
-    log_likelihood,
 )
 
 import numpyro_gpaug as gpaug
@@ -203,46 +202,10 @@ def test_batch_losses_average_to_the_full_loss(num_latents):
     np.testing.assert_allclose(np.mean(conjugated), result.losses[-1], rtol=1e-11)
 
 
-@crossed("passed_in", [(None, True), (3, False)], [False, True])
-def test_minibatches_approach_the_full_optimum(num_latents, passed_in):
-    (X, y), full = problem(num_latents)
-    guide = gpaug.AutoSparseGP(classifier)
-    svi = gpaug.ConjugateSVI(classifier, guide)
-    if passed_in:
-        kwargs = {**full, "size": 24}
-        X_all, labels = np.asarray(X), np.asarray(y)
-        state = svi.init(random.key(KEY), X_all[:8], labels[:8], **kwargs)
-        rng = np.random.default_rng(0)
-        for _ in range(30):
-            for idx in rng.permutation(24).reshape(3, 8):
-                state, _ = svi.update(state, X_all[idx], labels[idx], **kwargs)
-        params = svi.get_params(state)
-    else:
-        kwargs = {**full, "batch_size": 8}
-        run = svi.run(random.key(KEY), 150, X, y, progress_bar=False, **kwargs)
-        params = run.params
-    value = -brute_bound(X, y, full["inducing"], blocks_of(guide, params))
-    best = fitted(num_latents)[1].losses[-1]
-    assert best - 1e-9 < value < best + (0.2 if num_latents is None else 0.6)
-
-
 # MCMC.
 
 
 # Predictive and log_likelihood.
-
-
-@pytest.mark.parametrize("num_latents", [SLOW_ONE, 3])
-def test_predictive_from_the_prior_at_any_size(num_latents):
-    kwargs = problem(num_latents)[1]
-    tail = () if num_latents is None else (3,)
-    predict = jax.jit(
-        lambda X: Predictive(classifier, num_samples=5)(random.key(KEY), X, **kwargs)
-    )
-    for rows in (1, 11):
-        draws = predict(NEW[:rows])
-        assert draws["f"].shape == draws["y"].shape == (5, rows, *tail)
-        assert set(np.unique(draws["y"])) <= {0, 1}
 
 
 @crossed("how", [(None, "guide and params")], ["guide and params", "posterior samples"])
@@ -274,27 +237,6 @@ def test_predictive_from_the_fit_agrees_with_the_posterior(num_latents, how):
     probs = posterior.predict_y(NEW).probs
     spread = np.sqrt(probs * (1 - probs) / count)
     assert np.abs((draws["y"].mean(0) - probs) / spread).max() < 5
-
-
-@pytest.mark.parametrize("num_latents", [SLOW_ONE, 3])
-def test_log_likelihood_is_pointwise_at_the_projected_mean(num_latents):
-    (X, y), kwargs = problem(num_latents)
-    svi, result = fitted(num_latents)
-
-    @jax.jit
-    def sampled():
-        samples = svi.guide.sample_posterior(
-            random.key(3), result.params, X, y, sample_shape=(4,), **kwargs
-        )
-        return samples, log_likelihood(classifier, samples, X, y, **kwargs)["y"]
-
-    samples, value = sampled()
-    assert value.shape == (4, 24)
-    A, _ = projection(X, kwargs["inducing"])
-    f = np.einsum("s...m,mn->sn...", np.asarray(samples["f.v"]), A)
-    terms = -np.logaddexp(0, -(2 * np.asarray(y) - 1.0) * f)
-    expected = terms if num_latents is None else terms.sum(-1)
-    np.testing.assert_allclose(value, expected, rtol=1e-8, atol=1e-10)
 
 
 # Hyperparameters on the same bound.

@@ -13,7 +13,6 @@ from scipy import stats
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.model import costs
-from numpyro_gpaug.model.jaxpr import dependence_tree
 from numpyro_gpaug.model.program import Program
 from tests.conftest import slow
 
@@ -170,35 +169,6 @@ def test_what_steps_make_of_their_states_may_be_looked_at(monkeypatch, where):
     assert "observed, in closed form" in repr(guide)
 
 
-def test_a_scan_is_parted_into_what_is_affine_and_the_rest():
-    """The rest reads constants, inputs of steps and carried values."""
-
-    def run(values):
-        def step(carried, here):
-            x, count = carried
-            e, weight = here
-            x = PHI * x + values["first"] * e
-            left = x, weight * jnp.exp(x + count), jnp.where(x > 0, values["first"], e)
-            return (x, count + 1), left
-
-        start = jnp.zeros(()), jnp.zeros(())
-        own = values["z"], jnp.arange(1.0, 6)
-        return jax.lax.scan(step, start, own, reverse=True)
-
-    rng = np.random.default_rng(0)
-    known = {"z": jnp.asarray(rng.normal(size=5)), "first": jnp.asarray(0.7)}
-    linear = Program(lambda z: run(known | z), {"z": known["z"]})
-    (last, count), (x, rate, chosen) = linear.outputs
-    variables = [v.variable for v in (last, count, x, rate, chosen)]
-    assert [linear.affine(v) for v in variables] == [True, False, True, False, False]
-    makers = [linear.makers[v].eqn.primitive.name for v in variables]
-    assert makers == ["scan", "scan", "scan", "mul", "select_n"]
-    found = linear.run(variables, {linear.inputs["z"]: known["z"]})
-    expected = jax.tree.leaves(run(known))
-    for a, b in zip(found, expected, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-6)
-
-
 def test_a_scan_over_a_call_that_vmap_scans_stays_whole():
     """A Cholesky factorisation of each of several matrices is such a scan."""
     call = jax.vmap(jax.custom_batching.sequential_vmap(jnp.exp))
@@ -219,24 +189,6 @@ def test_what_is_carried_is_affine():
         gpaug.NotConjugateError, match="scan .*mixes .* state of a scan"
     ):
         gpaug.AutoLatentGaussian(growing).setup(REAL)
-
-
-def test_scans_are_read_until_nothing_more_is_carried():
-    """The product of two values is found only after the first step."""
-
-    def run(values):
-        def step(carry, z):
-            first, second, third = carry
-            return (z, first, third + first * second), (first + z, third)
-
-        start = 0.0, 0.0, 0.0
-        return jax.lax.scan(step, start, values["z"])[1]
-
-    shape = jax.ShapeDtypeStruct((5,), jnp.float32)
-    affine, product = dependence_tree(run, {"z": shape})
-    assert affine.state["z"].affine
-    assert not affine.state["z"].elementwise
-    assert product.state["z"].nonlinear == "mul"
 
 
 @pytest.mark.slow

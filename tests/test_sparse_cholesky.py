@@ -11,7 +11,6 @@ from scipy.spatial import Delaunay
 from numpyro_gpaug.math import sparse_cholesky, sparse_pattern
 from numpyro_gpaug.math.dissection import dissect
 from numpyro_gpaug.math.sparse_pattern import Pattern
-from tests.conftest import enable_x64
 
 TOLERANCES = {"float32": 1e-4, "float64": 1e-8}
 
@@ -133,41 +132,6 @@ def test_equals_dense(case, dtype):
     close(np.square(found["half"]).sum(0), np.einsum("ik,ij,jk->k", b, inverse, b))
     close(found["back"], b[:, 0])
     close(product, dense @ b)
-
-
-def test_equals_another_sparse_solver(dtype):
-    """CHOLMOD, on a mesh that would be large as a dense matrix."""
-    sparsax = pytest.importorskip("sparsax")
-    matrix = mesh(5000).tocoo()
-    b = np.random.default_rng(2).normal(size=matrix.shape[0])
-    with enable_x64(True):
-        entries = [x.astype(np.int32) for x in (matrix.row, matrix.col)]
-        log_det = sparsax.logdet(*entries, jnp.asarray(matrix.data), n=len(b))
-        solution = sparsax.solve(*entries, jnp.asarray(matrix.data), jnp.asarray(b))
-        inverse = sparsax.selinv(*entries, jnp.asarray(matrix.data), n=len(b))
-        expected = sparse.csr_array((np.asarray(inverse), entries)).diagonal()
-    pattern = Pattern.of(len(b), matrix.row, matrix.col)
-    values = np.asarray(matrix.tocsr()[pattern.rows, pattern.columns], dtype).ravel()
-    factor = sparse_cholesky.factor(pattern, jnp.asarray(values))
-    rtol, own = TOLERANCES[dtype], pattern.rows == pattern.columns
-    np.testing.assert_allclose(factor.log_det, log_det, rtol=rtol)
-    found = factor.solve(jnp.asarray(b, dtype)[:, None])[:, 0]
-    np.testing.assert_allclose(found, solution, atol=rtol * np.abs(solution).max())
-    np.testing.assert_allclose(factor.selected_inverse()[own], expected, rtol=rtol)
-
-
-def test_log_determinant_of_a_lattice():
-    """The eigenvalues of a lattice are sums of those of two chains."""
-    k, j = 30, 50
-    places = np.arange(k * j).reshape(k, j)
-    rows = np.concatenate([places[:, 1:].ravel(), places[1:].ravel()])
-    columns = np.concatenate([places[:, :-1].ravel(), places[:-1].ravel()])
-    pattern = Pattern.of(k * j, rows, columns)
-    values = np.where(pattern.rows == pattern.columns, 4.5, -1)
-    found = sparse_cholesky.log_det(pattern, jnp.asarray(values, jnp.float32))
-    each = [2 * np.cos(np.pi * np.arange(1, n + 1) / (n + 1)) for n in (k, j)]
-    expected = np.log(4.5 - each[0][:, None] - each[1]).sum()
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
 def test_large_fronts(dtype):

@@ -20,7 +20,6 @@ import optax
 import pytest
 
 import numpyro_gpaug as gpaug
-from numpyro_gpaug.model.arguments import Arguments
 from tests.conftest import slow
 from tests.problems import classifier, toy
 
@@ -140,24 +139,6 @@ def test_predictions_can_be_differentiated_and_compiled(fitted) -> None:
     difference = total(X[:3] + step) - total(X[:3] - step)
     np.testing.assert_allclose(difference, 2 * (slope * step).sum(), rtol=2e-2)
     np.testing.assert_allclose(jax.jit(total)(X[:3]), total(X[:3]), rtol=1e-5)
-
-
-def test_equal_fits_have_equal_programs() -> None:
-    """No id or address of a model, a guide or a fit gets into a program."""
-    X, y = toy(30)
-    texts = []
-    for _ in range(2):
-        model = Counted()
-        svi = gpaug.ConjugateSVI(model, gpaug.AutoSparseGP(model), optax.adam(0.05))
-        state = svi.init(KEY, X, y, inducing=X[:5])
-        arguments = Arguments.split((X, y), {"inducing": X[:5]})
-        program = svi._programs.advance.plain.lower(
-            state, np.int32(1), np.float32(0), np.uint32(0), arguments,
-            plan=svi._programs.plan_at(arguments, state),
-        )  # fmt: skip
-        texts.append(program.as_text())
-    assert "cholesky" in texts[0]
-    assert texts[0] == texts[1]
 
 
 def gated(X, y=None) -> None:

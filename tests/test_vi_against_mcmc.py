@@ -6,12 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-import optax
 import pytest
 from arviz_base import from_dict
 from jax import random
 from numpyro import handlers
-from numpyro.infer import MCMC, NUTS, Predictive
+from numpyro.infer import Predictive
 from scipy import stats
 from scipy.special import expit
 
@@ -41,47 +40,8 @@ def drawn():
     return {k: v for k, v in draws.items() if k != "y"}
 
 
-@pytest.fixture(scope="module")
-def fitted():
-    """A fit with variance at a point, its tree, and a NUTS run."""
-    guide = gpaug.AutoSparseGP(classifier)
-    svi = gpaug.ConjugateSVI(classifier, guide, optax.adam(0.05))
-    result = svi.run(random.key(0), 80, X, Y, Z=X, progress_bar=False)
-    posterior = svi.posterior(result)
-    tree = diagnostics.to_datatree(
-        random.key(1), classifier, guide, result.params, X, Y, Z=X
-    )
-    mcmc = MCMC(NUTS(classifier), num_warmup=100, num_samples=300, progress_bar=False)
-    mcmc.run(random.key(2), X, Y, Z=X)
-    return posterior, tree, mcmc
-
-
 def statistic(comparison, site, name):
     return comparison["posterior"][site].sel(statistic=name).values
-
-
-@pytest.mark.slow
-def test_a_fit_agrees_with_nuts_where_it_should(fitted):
-    posterior, tree, mcmc = fitted
-    samples = mcmc.get_samples()
-    by_draws = vi_against_mcmc(classifier, tree, samples, X, Y, Z=X)
-    by_moments = vi_against_mcmc(classifier, posterior, samples, X, Y, Z=X)
-    assert set(by_draws["posterior"].data_vars) == {"f", "f.v", "variance"}
-    assert set(by_moments["posterior"].data_vars) == {"f"}
-    for found in (by_draws, by_moments):
-        assert found["posterior"]["f"].dims == ("statistic", "f_dim_0")
-        assert np.abs(statistic(found, "f", "mean_difference")).max() < 0.25
-        assert np.abs(statistic(found, "f", "sd_ratio") - 1).max() < 0.25
-        assert statistic(found, "f", "wasserstein").max() < 0.3
-        overlap = found["predictive"]["y"]
-        assert overlap.dims == ("y_dim_0",)
-        assert 0.93 < overlap.values.min() <= overlap.values.max() <= 1
-    # The point estimate has no variance, and the table shows it.
-    assert statistic(by_draws, "variance", "sd_ratio") < 1e-5
-    # Predictions by moments and by draws are the same.
-    np.testing.assert_allclose(
-        by_draws["predictive"]["y"], by_moments["predictive"]["y"], atol=0.03
-    )
 
 
 def test_hyperparameters_held_by_condition():
