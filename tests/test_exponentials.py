@@ -112,3 +112,18 @@ def test_bounds_of_large_counts_are_right_in_float32(kind):
     start = np.log(0.3 if kind == "poisson" else -np.log(0.3)), -8
     found = minimize(loss, start, method="Nelder-Mead", options={"xatol": 1e-6})
     np.testing.assert_allclose(losses[-1], found.fun, atol=0.02)
+
+
+def test_rows_without_exposure_keep_derivatives_by_hyperparameters_finite():
+    exposure = np.arange(4.0)
+
+    def model(y=None):
+        scale = numpyro.sample("scale", dist.LogNormal(0, 1))
+        level = numpyro.sample("level", dist.Normal(0, 1))
+        with numpyro.plate("data", 4):
+            rate = scale * exposure * jnp.exp(level)
+            numpyro.sample("y", dist.Poisson(rate), obs=y)
+
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
+    losses = svi.run(jax.random.key(0), 4, np.arange(4), progress_bar=False).losses
+    assert losses[-1] < losses[0]

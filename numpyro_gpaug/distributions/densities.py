@@ -51,7 +51,7 @@ def _poisson(d: Any, y: Array) -> Array:
 def near_rate(count: Array, rate: Array) -> Array:
     """Return :func:`near` of a count that is known. It has a derivative of its own, and
     so remains one operation in the program of a model."""
-    return near(count, rate, _log(rate))
+    return near(count, rate, safe_log(rate))
 
 
 @near_rate.defjvp
@@ -84,14 +84,14 @@ def _multinomial(d: Any, y: Array) -> Array:
         logs = jax.nn.log_softmax(d.logits)
         shares = jnp.exp(logs)
     else:
-        shares, logs = d.probs, _log(d.probs)
+        shares, logs = d.probs, safe_log(d.probs)
     total = jnp.asarray(d.total_count, y.dtype)
     return _shared(total, *(jnp.moveaxis(x, -1, 0) for x in (y, shares, logs)))
 
 
 def _gamma(d: Any, y: Array) -> Array:
     shape, scaled = jnp.asarray(d.concentration, y.dtype), d.rate * y
-    found = near(shape, scaled, _log(scaled)) - _shape(shape) - _log(y)
+    found = near(shape, scaled, safe_log(scaled)) - _shape(shape) - safe_log(y)
     return jnp.where(shape < LARGE, d.log_prob(y), found)
 
 
@@ -100,8 +100,8 @@ def _beta(d: Any, y: Array) -> Array:
     total = shapes[0] + shapes[1]
     found = _shape(total)
     for shape, share in zip(shapes, (y, 1 - y), strict=True):
-        found += near(shape, total * share, _log(total * share))
-        found -= _shape(shape) + _log(share)
+        found += near(shape, total * share, safe_log(total * share))
+        found -= _shape(shape) + safe_log(share)
     return jnp.where(jnp.minimum(*shapes) < LARGE, d.log_prob(y), found)
 
 
@@ -112,7 +112,7 @@ def _shape(shape: Array) -> Array:
 
 def _zero_inflated(d: Any, y: Array) -> Array:
     found = jnp.log1p(-d.gate) + log_density(d.base_dist, y)
-    return jnp.where(y == 0, jnp.logaddexp(_log(d.gate), found), found)
+    return jnp.where(y == 0, jnp.logaddexp(safe_log(d.gate), found), found)
 
 
 def _shared(total: Array, counts: Any, shares: Any, logs: Any) -> Array:
@@ -124,7 +124,7 @@ def _shared(total: Array, counts: Any, shares: Any, logs: Any) -> Array:
     return remainder(total) + sum(parts[1:], parts[0])
 
 
-def _log(x: Array) -> Array:
+def safe_log(x: Array) -> Array:
     """Return a logarithm whose derivative at zero is zero, as data are zero there."""
     return jnp.where(x > 0, jnp.log(jnp.where(x > 0, x, 1)), -jnp.inf)
 

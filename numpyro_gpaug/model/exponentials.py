@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_gpaug.distributions.densities import near
+from numpyro_gpaug.distributions.densities import safe_log
 from numpyro_gpaug.math.equations import applied, walked
 from numpyro_gpaug.model.jaxpr import (
     COPIES,
@@ -243,8 +243,10 @@ def _near_rate(count: Any, rate: Any) -> Expected:
         raise NoFormError
     c, d, e = rate.single()
     spread = 0.5 * d * d * rate.variance
-    exponent = d * rate.mean + e + spread
-    found = near(count, c * jnp.exp(exponent), jnp.log(c) + exponent)
+    known = jnp.maximum(count, 1)
+    # The logarithm of the expected rate over the count.
+    ratio = d * rate.mean + e + spread + safe_log(c / known)
+    found = known * (jnp.where(count > 0, ratio, -1) - jnp.expm1(ratio))
     return Expected(found - count * spread)
 
 
