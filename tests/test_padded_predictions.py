@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predictions at many numbers of rows: from few programs, the same as of all rows."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,7 +56,8 @@ def matrices(X, group, y=None):
 
 
 def joint_fit(model):
-    """A posterior, which need not be the best."""
+    """A posterior, which need not be the best, and shares no program with another."""
+    model = partial(model)
     svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
     return moved(svi, 1, X[:20], GROUP[:20], Y[:20])
 
