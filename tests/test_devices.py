@@ -80,6 +80,8 @@ def fit(model, guide, arrays, steps=6, optim=None, mesh=None, what="advance", **
     """Losses, and what goes between devices in a chunk of steps, or in another
     program."""
     svi = gpaug.ConjugateSVI(model, guide(model), optim, mesh=mesh)
+    # Its programs are changed here, and not shared.
+    svi.guide.join = lambda *arguments: False
     programs, advance = [], getattr(svi._programs, what)
 
     def watched(*args, **static):

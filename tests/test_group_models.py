@@ -63,6 +63,8 @@ def fitted(model, y, steps=60, **how):
     guide = gpaug.AutoLatentGaussian(model)
     svi = gpaug.ConjugateSVI(model, guide, **how)
     args = T, GROUP, ITEM, y
+    # It does not share the form that an earlier guide has found.
+    guide.setup(*args)
     result = svi.run(jax.random.key(0), steps, *args, progress_bar=False)
     return svi.posterior(result), result, guide
 

@@ -22,11 +22,12 @@ from threadpoolctl import threadpool_info, threadpool_limits
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.gaussians.base import GaussianFactors
 from numpyro_gpaug.infer.nested.bound import Start, moments_given
-from numpyro_gpaug.infer.nested.drawer import Points
+from numpyro_gpaug.infer.nested.drawer import Drawer, Points
 from numpyro_gpaug.infer.nested.draws import best_width
 from numpyro_gpaug.infer.nested.known import Known
 from numpyro_gpaug.infer.nested.latent_modes import _is_concave
 from numpyro_gpaug.infer.nested.mirrors import mirrored
+from numpyro_gpaug.infer.nested.programs import Drawn, Evaluated
 from numpyro_gpaug.infer.nested.proposal import (
     Mode,
     Proposal,
@@ -878,6 +879,34 @@ def test_draws_are_from_the_gaussian_that_was_found(x64, model):
     np.testing.assert_allclose(found, expected, atol=5e-4)
 
 
+@pytest.mark.parametrize("lost", [np.nan, -1e20])
+def test_a_gaussian_starts_from_the_nearest_one_or_anew(lost):
+    tried = []
+
+    class Recorder:
+        hyper, batch = SimpleNamespace(size=1), 1
+
+        def no_start(self, arrays):
+            return Start(np.full((1, 2), np.nan), np.zeros(1, bool))
+
+        def evaluate(self, points, start, arrays, *, gradient):
+            tried.append(float(start.factors[0, 0]))
+            # Far out, factors of other points are wrong.
+            wrong = points[0, 0] > 9 and start.known.any()
+            bound = np.array([lost if wrong else 1.0])
+            zero, factors = np.zeros(1), np.repeat(points, 2, 1)
+            return Evaluated(bound, zero, np.zeros((1, 1)), zero, {}, factors, None)
+
+    drawer = Drawer(Recorder(), (), np.random.default_rng(0), None)
+    values = [
+        float(drawer.evaluate(np.array([[x]]))[0][0]) for x in (0.0, 1.0, 0.4, 10.0)
+    ]
+    np.testing.assert_array_equal(tried, [0.0, 0.0, 0.0, 1.0, np.nan])
+    assert values == [1.0] * 4
+    # A failed point is not a start for others.
+    np.testing.assert_array_equal(drawer.known.at(np.array([[9.9]]))[0], [[10.0] * 2])
+
+
 def test_factors_between_those_known_and_far_from_them():
     rng = np.random.default_rng(0)
     none = Start(GaussianFactors(*np.zeros((2, 1, 1))), np.zeros(1, bool))
@@ -926,6 +955,30 @@ def test_a_vanishing_precision_does_not_spoil_what_is_between_others():
     np.testing.assert_allclose(known.at(inside)[0], factors(inside), atol=0.05)
 
 
+def test_losses_of_searches_decide_where_factors_are_interpolated():
+    drawer = Drawer.__new__(Drawer)
+    structure = SimpleNamespace(dtype=np.float32)
+    drawer.programs, drawer.best = SimpleNamespace(structure=structure), -np.inf
+    doubts = np.geomspace(1e-6, 1e4, 31)
+
+    def most(losses):
+        drawer._doubts, drawer._losses = list(doubts), list(losses)
+        assert drawer._calibrated()
+        return drawer._most
+
+    # Losses that grow with the doubts are small up to there.
+    assert 1e-3 < most(0.01 * doubts / 1e-2) < 0.1
+    # Losses everywhere leave no interpolation, and none anywhere allow all of it.
+    assert most(0.5 + 0 * doubts) < 1e-3
+    assert most(0.001 + 0 * doubts) >= doubts[-1]
+    # Nor do losses that are rounding errors of a large bound.
+    drawer.best = -2e5
+    assert most(0.03 + 0 * doubts) >= doubts[-1]
+    assert most(0.5 + 0 * doubts) < 1e-3
+    drawer._doubts, drawer._losses = [np.inf] * 31, [0.0] * 31
+    assert not drawer._calibrated()
+
+
 def test_factors_of_normal_data_are_known_between_others():
     """Their precisions are exponentials of the logarithm of the noise, and they observe
     the data; a precision that changes its sign has no logarithm."""
@@ -947,6 +1000,58 @@ def test_factors_of_normal_data_are_known_between_others():
     assert negative.any()
     np.testing.assert_array_equal(positive[negative][:, [2, 5]], 0)
     np.testing.assert_array_equal(positive[~negative], found[~negative])
+
+
+def test_interpolations_that_draws_contradict_are_noticed():
+    """The third bound was found, and is .3 nats above the evidence of its draws. The
+    second was interpolated and is 7 nats above, and the last precision is negative."""
+    drawer = Drawer.__new__(Drawer)
+    drawer._excess = -np.inf
+    bound = np.array([5.2, 9.0, 1.3, 4.0, 7.0])
+    evidence = np.array([5.0, 2.0, 1.0, 4.5, 6.0])
+    # Their mean is the evidence, without half of the determinant.
+    ratios = evidence[:, None] - 0.7 + np.log([0.5, 1.5])
+    log_det = np.array([1.4] * 4 + [np.nan])
+    drawn = Drawn(None, None, log_det, ratios, np.zeros((5, 2)), {})
+    sure = np.array([True, True, False, True, True])
+    found = drawer._unlike(drawn, [SimpleNamespace(bound=bound, sure=sure)])
+    np.testing.assert_array_equal(found, [False, True, False, False, True])
+    np.testing.assert_allclose(drawer._excess, 0.3, rtol=1e-9)
+
+
+def test_draws_that_are_bad_by_chance_stay():
+    """Draws at the points 1, 2 and 4 contradict interpolations; a search shows that the
+    one at 2 was accurate."""
+    drawer, drawn = Drawer.__new__(Drawer), []
+    drawer.programs = SimpleNamespace(chunk=3)
+    drawer._bar = SimpleNamespace(update=lambda rows: None)
+
+    class Gaussian:
+        def __init__(self, x):
+            self.points = self.bound = x
+
+        def part(self, places):
+            return Gaussian(self.points[places])
+
+    def chunk(points, widths, gaussians):
+        drawn.append(points[:, 0].tolist())
+        n = points[:, 0]
+        again = np.full(len(n), len(drawn[-1]) < 2)
+        found = Points(n[:, None, None], 10 + n, n, again[:, None], n, {}, n)
+        return found, np.isin(n, [1, 2, 4]) & ~again
+
+    def lost(gaussians):
+        return np.flatnonzero(gaussians[0].points != 2)
+
+    drawer._chunk, drawer._lost = chunk, lost
+    points = np.arange(5.0)[:, None]
+    known = [Gaussian(points[:, 0])]
+    found = drawer._in_chunks(
+        points, np.ones((5, 1)), lambda here: [known[0].part(here)], kept=True
+    )
+    assert drawn == [[0, 1, 2], [1], [3, 4], [4]]
+    np.testing.assert_array_equal(found.log_joint_over_q[:, 0], [0, 1, 0, 0, 1])
+    np.testing.assert_array_equal(found.bound[[0, 2, 3]], [10, 2, 13])
 
 
 def test_bounds_far_from_the_mode_do_not_spoil_the_proposal():

@@ -159,7 +159,7 @@ def assert_reached_by_gradients(closed, X, y, arguments) -> None:
     [
         ([0, 1, 3], 0.1, r"0\.\.2"),
         ([-1, 1, 1], 0.1, "support of RobustMax"),
-        ([0, 1, 2], 1.5, "parameter 'epsilon' of RobustMax"),
+        ([0, 1, 2], 1.5, "epsilon"),
     ],
 )
 def test_bad_input_to_a_fit(labels, epsilon, message) -> None:

@@ -22,7 +22,7 @@ from numpyro_gpaug._numpyro import PointGuide
 from numpyro_gpaug.gaussians.dense import Moments
 from numpyro_gpaug.math.arrays import is_traced
 from numpyro_gpaug.math.compiling import ahead, jit_for_few_runs, once
-from numpyro_gpaug.model.arguments import Arguments, Model, Values
+from numpyro_gpaug.model.arguments import Arguments, Model, Values, choices_among
 from numpyro_gpaug.model.closures import Version, watched
 from numpyro_gpaug.model.display import latent_rows, observed_rows
 from numpyro_gpaug.model.inspect import inspect_model, structure_at
@@ -45,7 +45,7 @@ from numpyro_gpaug.model.view import Codes, ModelView
 # Params of the Gaussian blocks by block name, or the moments of the blocks.
 Own = Mapping[str, Values | Moments]
 # Arguments by which guides of one model are told apart.
-_PLAIN = bool, str, type(None)
+_PLAIN = bool, str
 # The random key of first values: the second half of a split of the zero key.
 STARTS = 928981903, 3453687069
 
@@ -484,24 +484,27 @@ class ConjugateGuide(ProcessGuide):
         """Whether closed-form updates can change its params."""
         return self.covariance == "natural"
 
-    def join(self, arguments: Arguments) -> bool:
+    def join(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Share the state of an earlier guide, equal to this one, before this one is
         set up: a loop or a notebook cell that makes a guide anew does not compile
         again.
 
-        :param arguments: of a fit that begins. Guides for other choices of the model
-            are not shared, since each would set the other up again.
+        :param args: the model's arguments in a fit that begins. They need not be valid.
+            Guides for other choices of the model are not shared, since each would set
+            the other up again.
+        :param kwargs: its keyword arguments.
         :return: whether the guides now share their state.
         """
         options = self.covariance, self._other_class
         own = type(self).__init__ is not ConjugateGuide.__init__
-        plain = all(isinstance(x, _PLAIN) for x in arguments.choices)
+        choices = choices_among(jax.tree.leaves((args, kwargs)))
+        plain = all(isinstance(x, _PLAIN) for x in choices)
         plain = plain and isinstance(self._other_class, type)
         if own or not plain or self.is_set_up():
             return False
         guides: dict[Any, ConjugateGuide]
         guides = self._watch.shared(self._watch.version(), ConjugateGuide, dict)
-        kind = type(self), options, arguments.choices
+        kind = type(self), options, choices
         first = guides.setdefault(kind, self)
         # Several threads may set up guides at the same time, each its own. A change of
         # the basis belongs to the data that needed it.

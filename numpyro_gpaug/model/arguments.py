@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Number
@@ -153,13 +153,8 @@ class Arguments:
 
     @property
     def choices(self) -> tuple[Hashable, ...]:
-        """The arguments that may choose another model: those that are neither arrays
-        nor numbers, such as flags, names and functions."""
-        return tuple(
-            x
-            for _, x in self.static[1]
-            if isinstance(x, bool) or not isinstance(x, Number)
-        )
+        """See :func:`choices_among`."""
+        return choices_among(x for _, x in self.static[1])
 
     @staticmethod
     def select_arrays(tree: Any, items: list[Any]) -> list[Any]:
@@ -178,3 +173,13 @@ class Arguments:
             for i in range(treedef.num_leaves)
         ]
         return jax.tree.unflatten(treedef, ordered)
+
+
+def choices_among(leaves: Iterable[Any]) -> tuple[Hashable, ...]:
+    """Return the arguments that may choose another model: those that are neither arrays
+    nor numbers, such as flags, names and functions."""
+    return tuple(
+        x
+        for x in leaves
+        if isinstance(x, bool) or not (is_array(x) or isinstance(x, Number))
+    )

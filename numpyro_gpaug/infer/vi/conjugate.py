@@ -250,7 +250,7 @@ class ConjugateSVI(RunsModel, NotPickled, instead=_UNPICKLED):
         new = [k for k, x in found.labels.items() if x not in self._labels.get(k, ())]
         if begins and new:
             refuse_unordered(self.model, args, kwargs, found)
-        if begins and self.guide.join(Arguments.split(*found[:2])):
+        if begins and self.guide.join(found.args, found.kwargs):
             self._begin()
         for name, labels in found.labels.items():
             seen = self._labels.setdefault(name, set())
