@@ -279,7 +279,7 @@ def together(function, count=4):
         return list(pool.map(one, range(count)))
 
 
-@pytest.mark.parametrize("shared", [True, slow(False)])
+@pytest.mark.parametrize("shared", [True, False])
 def test_first_fits_in_threads_are_those_of_one(shared) -> None:
     alone, svi = run(make(), 5).losses, make()
     for result in together(lambda i: run(svi if shared else make(), 5)):

@@ -18,7 +18,7 @@ from numpyro.infer.autoguide import AutoDelta, AutoGuide
 
 from numpyro_gpaug._display import Displayed, Rows
 from numpyro_gpaug._fork import refuse_forked
-from numpyro_gpaug._numpyro import PointGuide
+from numpyro_gpaug._numpyro import PointGuide, one_thread
 from numpyro_gpaug.gaussians.dense import Moments
 from numpyro_gpaug.math.arrays import is_traced
 from numpyro_gpaug.math.compiling import ahead, jit_for_few_runs, once
@@ -484,6 +484,7 @@ class ConjugateGuide(ProcessGuide):
         """Whether closed-form updates can change its params."""
         return self.covariance == "natural"
 
+    @one_thread
     def join(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Share the state of an earlier guide, equal to this one, before this one is
         set up: a loop or a notebook cell that makes a guide anew does not compile
@@ -506,8 +507,7 @@ class ConjugateGuide(ProcessGuide):
         guides = self._watch.shared(self._watch.version(), ConjugateGuide, dict)
         kind = type(self), options, choices
         first = guides.setdefault(kind, self)
-        # Several threads may set up guides at the same time, each its own. A change of
-        # the basis belongs to the data that needed it.
+        # A change of the basis belongs to the data that needed it.
         if not first.is_set_up() or first.structure.basis_mark:
             guides[kind] = self
             return False

@@ -19,6 +19,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
+from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.gp.conditional import Conditional
 from numpyro_gpaug.math.arrays import is_traced
 from numpyro_gpaug.math.sharding import ROWS
@@ -57,6 +58,7 @@ class Padding:
         # By everything except the number of rows; then by that number.
         self._proved: dict[Hashable, dict[int, Added | None]] = {}
 
+    @one_thread
     def __call__(
         self, arguments: Arguments, mesh: Mesh | None = None, *, doubling: bool = False
     ) -> Arguments:
@@ -96,6 +98,7 @@ class Padding:
         known &= rows
         return arguments.with_rows(proved)
 
+    @one_thread
     def proves(self, arguments: Arguments, block: Added) -> bool:
         """Whether the model treats rows one by one, in blocks of any number of rows. It
         is traced with the rows of one block and of two. A model whose plates draw

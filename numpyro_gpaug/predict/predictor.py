@@ -109,6 +109,7 @@ class Predictor:
             jax.block_until_ready(jax.tree.leaves(found)[:1])
         return found
 
+    @one_thread
     def sources(
         self, arguments: Arguments, structure: Structure, values: Values
     ) -> Sources:
