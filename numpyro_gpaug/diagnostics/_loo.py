@@ -31,9 +31,8 @@ def loo(tree: DataTree, site: str | None = None, *, correct: bool = True) -> Any
     Draws of :class:`~numpyro_gpaug.NestedVI` come from the posterior and have no such
     latents. A :func:`numpyro.factor` in the plate of the observations, with a term for
     each, is part of their density. Others are neither left out nor scored, with a
-    warning if they are sums over the data. An
-    observation is left out with its weight, if the model has
-    :class:`numpyro.handlers.scale`, and its own density, without it, is scored.
+    warning if they are sums over the data. An observation is left out with its weight
+    (:class:`numpyro.handlers.scale`), and its density without the weight is scored.
 
     :param tree: a tree from :func:`to_datatree`; or one of MCMC draws, as
         :func:`arviz_base.from_numpyro` makes it with ``log_likelihood=True``.

@@ -86,7 +86,7 @@ class Stream(NotPickled, instead="save the posterior, stream.posterior.save(path
         Inducing inputs that are a param stay fixed. In float32 a kernel matrix may be
         too close to singular to carry information from one lengthscale to another (a
         squared exponential with inducing inputs close together). A warning then says
-        so; a jitter of 1e-5 mends it.
+        so; a jitter of 1e-5 helps, unless noise is as small.
     :raises NotImplementedError: for a joint posterior
         (:class:`~numpyro_gpaug.AutoLatentGaussian`), and for one that averages over
         hyperparameters.
