@@ -17,10 +17,10 @@ A :class:`Structure` is static: the layout of latents, costs, and how the rest i
 precision, as the structure lays it out. They are added. They have
 
 - ``moments()``, which is NaN where the precision is not positive definite;
-- perhaps a ``centre``, (latents, M), from which latents deviate as the potential says:
-  means are then not rounded like sums over rows. ``centred(centre)`` moves it to the
-  means. Without a centre there is ``moved(z)``: natural parameters of latents, given
-  those of deviations from ``z``;
+- a ``centre``, (latents, M), from which latents deviate as the potential says: means
+  are then not rounded like sums over rows. ``centred(centre)`` moves it to the means.
+  If it is ``None``, there is ``moved(z)``: natural parameters of latents, given those
+  of deviations from ``z``;
 - ``changed(change)``, if the structure ``changes``: information about latents, given
   it about their :class:`Change`;
 - ``diagonal``, of the precision, (latents, M);
@@ -353,7 +353,7 @@ def rebased(prior: GaussianPrior, natural: Any, change: Change | None = None) ->
     natural = natural if own is None else own(natural)
     if change is None:
         return natural
-    centre = getattr(natural, "centre", None)
+    centre = natural.centre
     known = prior.natural if centre is None else natural_at(prior, centre)
     information = jax.tree.map(jnp.subtract, natural, known).changed(change)
     return times(prior, information, None if centre is None else change.undone(centre))
@@ -378,7 +378,7 @@ def times(prior: GaussianPrior, information: Any, centre: Array | None = None) -
     information = with_centre(prior, information)
     if centre is None:
         return jax.tree.map(jnp.add, prior.natural, information)
-    if not hasattr(information, "centre"):
+    if information.centre is None:
         return jax.tree.map(jnp.add, prior.natural, information.moved(centre))
     return jax.tree.map(jnp.add, natural_at(prior, centre), information)
 
@@ -398,10 +398,10 @@ def natural_at(prior: GaussianPrior, centre: Array) -> Any:
 def with_centre(prior: GaussianPrior, information: Any) -> Any:
     """Return information with a centre of zero if natural parameters of the prior have
     one."""
-    natural = prior.natural
-    if hasattr(information, "centre") or not hasattr(natural, "centre"):
+    centre = prior.natural.centre
+    if information.centre is not None or centre is None:
         return information
-    return type(natural)(*information, natural.centre)
+    return information._replace(centre=centre)
 
 
 def centred(natural: Any, target: Any) -> Any:
@@ -410,7 +410,7 @@ def centred(natural: Any, target: Any) -> Any:
     :param natural: natural parameters of prior and data.
     :param target: those of a step from there: their centre is at the means.
     """
-    return natural.centred(target.centre) if hasattr(target, "centre") else natural
+    return natural if target.centre is None else natural.centred(target.centre)
 
 
 class GroupsPrior(StructurePrior, Protocol):

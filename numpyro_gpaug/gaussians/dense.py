@@ -134,10 +134,12 @@ class NaturalGaussian(NamedTuple):
 
     :param potential: (..., M).
     :param precision: (..., M, M), positive definite.
+    :param centre: (..., M), from which v deviates; ``None`` for zero.
     """
 
     potential: Array
     precision: Array
+    centre: Array | None = None
 
     @linalg.precise
     def moments(self) -> Moments:
@@ -149,9 +151,18 @@ class NaturalGaussian(NamedTuple):
         """
         whitener = linalg.inverse_cholesky(self.precision)
         white = linalg.matvec(whitener, self.potential)
-        return Moments(linalg.vecmat(white, whitener), whitener)
+        mean = linalg.vecmat(white, whitener)
+        return Moments(mean if self.centre is None else self.centre + mean, whitener)
+
+    def centred(self, mean: Array) -> NaturalGaussian:
+        """Return the same with its centre at the means."""
+        return self._replace(potential=jnp.zeros_like(mean), centre=mean)
 
     @linalg.precise
+    def times(self, z: Array) -> Array:
+        """Return the product of the precision with latents (..., M)."""
+        return linalg.matvec(self.precision, z)
+
     def moved(self, z: Array) -> NaturalGaussian:
         """Return the natural parameters of latents, given those of their deviations
         from ``z``, (..., M).
@@ -161,8 +172,7 @@ class NaturalGaussian(NamedTuple):
         groups), this error goes into the latents. The potential of deviations is small,
         and ``precision z`` has the same error as the matrix of the linear system.
         """
-        shift = linalg.matvec(self.precision, z)
-        return self._replace(potential=self.potential + shift)
+        return self._replace(potential=self.potential + self.times(z))
 
     @linalg.precise
     def changed(self, change: Change) -> NaturalGaussian:
@@ -170,42 +180,8 @@ class NaturalGaussian(NamedTuple):
         precision = change.others.mT @ self.precision @ change.others
         # Otherwise rounding errors of many changes would make it unsymmetric.
         precision = jnp.tril(precision) + jnp.tril(precision, -1).mT
-        return NaturalGaussian(linalg.vecmat(self.potential, change.others), precision)
-
-    @property
-    def diagonal(self) -> Array:
-        """The diagonal of the precision, (..., M)."""
-        return linalg.diagonal(self.precision)
-
-
-class CentredGaussian(NamedTuple):
-    """Natural parameters of deviations from a centre.
-
-    :param potential: (..., M).
-    :param precision: (..., M, M), positive definite.
-    :param centre: (..., M).
-    """
-
-    potential: Array
-    precision: Array
-    centre: Array
-
-    def moments(self) -> Moments:
-        """Return mean and covariance factor."""
-        q = NaturalGaussian(*self[:2]).moments()
-        return q._replace(mean=self.centre + q.mean)
-
-    def centred(self, mean: Array) -> CentredGaussian:
-        """Return the same with its centre at the means."""
-        return self._replace(potential=jnp.zeros_like(mean), centre=mean)
-
-    def changed(self, change: Change) -> CentredGaussian:
-        """Return information about latents there as information about latents here."""
-        return CentredGaussian(*NaturalGaussian(*self[:2]).changed(change), self.centre)
-
-    def times(self, z: Array) -> Array:
-        """Return the product of the precision with latents (..., M)."""
-        return linalg.precise(linalg.matvec)(self.precision, z)
+        potential = linalg.vecmat(self.potential, change.others)
+        return self._replace(potential=potential, precision=precision)
 
     @property
     def diagonal(self) -> Array:
@@ -257,7 +233,7 @@ class StandardPrior(Prior):
     @property
     def natural(self) -> Any:
         """The potential and precision."""
-        return CentredGaussian(*super().natural, self.loc)
+        return super().natural._replace(centre=self.loc)
 
 
 class AffineMap(NamedTuple):
@@ -415,10 +391,10 @@ class AffineMap(NamedTuple):
         key, error_key = random.split(key)
         noise = random.normal(key, z.shape, z.dtype)
         if self.gram is None:
-            potential, precision = self.information(factors, self(z)).moved(z)
+            natural = self.information(factors, self(z)).moved(z)
             eye = jnp.eye(z.shape[-1], dtype=z.dtype)
-            factor = linalg.cholesky(eye + precision)
-            white = _solve(factor, potential) + noise
+            factor = linalg.cholesky(eye + natural.precision)
+            white = _solve(factor, natural.potential) + noise
             return _solve(factor, white, transpose=True)
         # Matheron's rule: a draw from the prior, corrected by the difference of the
         # observations (potential / precision) from its predictors and their noise.
@@ -439,7 +415,7 @@ class AffineMap(NamedTuple):
 class Dense(Structure):
     """One dense precision matrix, without further structure."""
 
-    natural: ClassVar[Any] = CentredGaussian
+    natural: ClassVar[Any] = NaturalGaussian
     any_rows: ClassVar[bool] = True
 
     def cost(self, rows: int, width: int) -> float:
@@ -448,11 +424,11 @@ class Dense(Structure):
     def describe(self, names: str, block: int) -> str:
         return "dense"
 
-    def standard(self, dtype: Any) -> CentredGaussian:
+    def standard(self, dtype: Any) -> NaturalGaussian:
         # NumPy arrays, because JAX would compile a program for each.
         zeros: Any = np.zeros((1, self.size), dtype)
         eye: Any = np.eye(self.size, dtype=dtype)[None]
-        return CentredGaussian(zeros, eye, zeros)
+        return NaturalGaussian(zeros, eye, zeros)
 
     def prior(self, dtype: Any, links: Array | None = None) -> Prior:
         zeros = jnp.zeros((1, self.size), dtype)

@@ -245,6 +245,10 @@ class SparseNatural(NamedTuple):
     corner: Array
     structure: Sparse
 
+    @property
+    def centre(self) -> None:
+        """There is none."""
+
     def moments(self) -> Any:
         """Return mean and covariance, as the structure represents it."""
         return self.structure.moments(self)

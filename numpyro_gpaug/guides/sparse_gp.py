@@ -95,7 +95,7 @@ class AutoSparseGP(ConjugateGuide):
 
         def start(block: Block) -> NaturalGaussian:
             prior = self._first(block, lambda: trace).natural
-            named = zip(natural_names(block), prior, strict=True)
+            named = zip(natural_names(block), prior[:2], strict=True)
             values = (
                 given.get(k, x).reshape(x.shape).astype(x.dtype) for k, x in named
             )
@@ -131,7 +131,7 @@ class AutoSparseGP(ConjugateGuide):
             if block.name in factors:
                 natural = self._preconditioned(block).whitened(factors[block.name])
                 shaped = NaturalGaussian(*(
-                    x.reshape(block.shape + x.shape[2:]) for x in natural
+                    x.reshape(block.shape + x.shape[2:]) for x in natural[:2]
                 ))  # fmt: skip
                 fn = BlockGaussian.from_natural(shaped)
             else:

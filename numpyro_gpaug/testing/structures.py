@@ -23,7 +23,7 @@ from numpyro_gpaug.gaussians.base import (
     rebased,
     times,
 )
-from numpyro_gpaug.gaussians.dense import AffineMap, NaturalGaussian
+from numpyro_gpaug.gaussians.dense import AffineMap
 from numpyro_gpaug.gaussians.rows import Rows
 from numpyro_gpaug.math.linalg import precise
 from numpyro_gpaug.testing.augmentations import require
@@ -221,8 +221,8 @@ class _Structured(NamedTuple):
             if dense:
                 precision = problem.precision * scale
                 factors = GaussianFactors(problem.potential, precision)
-                potential, added = map_.information(factors)
-                q = NaturalGaussian(potential, first + added).moments()
+                added = map_.information(factors)
+                q = added._replace(precision=first + added.precision).moments()
                 divergence = _divergence(q, first)
             else:
                 q = self.natural(problem.scaled(scale)).moments()

@@ -231,7 +231,7 @@ def solved(problem: LatentGaussian, natural: Natural) -> tuple[Natural, Evaluati
         before = evaluation.moments[name].mean
         evaluation, _ = Means(problem, name, evaluation).moved(before + step)
         q = evaluation.moments[name]
-        has_centre = hasattr(found, "centre")
+        has_centre = found.centre is not None
         at = centre_of(prior, q) if has_centre else q.mean - before
         found = found.centred(at) if has_centre else found.moved(at)
     return {name: found}, evaluation

@@ -63,7 +63,7 @@ def _inflated_and_displaced(natural: Any, moments: Any) -> tuple[Array, Array]:
 
 def _potential(natural: Any) -> Array:
     """Return potentials of latents, not of deviations from a centre, (..., M)."""
-    if not hasattr(natural, "centre"):
+    if natural.centre is None:
         return natural.potential
     centre = getattr(natural, "origin", natural.centre)
     return natural.potential + natural.times(centre)

@@ -275,7 +275,7 @@ class Stream(NotPickled, instead="save the posterior, stream.posterior.save(path
             root = q.precision_root()
             precision = root @ root.mT
             potential = jnp.einsum("...ij,...j->...i", precision, q.mean)
-            pairs = zip((potential, precision), prior.natural, strict=True)
+            pairs = zip((potential, precision), prior.natural[:2], strict=True)
             blended = (share * x + (1 - share) * p for x, p in pairs)
             return NaturalGaussian(*blended).moments()
 
