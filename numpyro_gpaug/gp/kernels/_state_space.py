@@ -60,8 +60,8 @@ class Factor(Protocol):
     """A stationary state: a function of variance one, and its derivatives."""
 
     @property
-    def smoothness(self) -> list[int]:
-        """The number of derivatives that each number of the state has."""
+    def order(self) -> int:
+        """The number of derivatives."""
 
     @property
     def unit(self) -> Array:
@@ -81,20 +81,12 @@ class Factor(Protocol):
 class Matern(NamedTuple):
     """A Matern kernel of smoothness ``order + 1/2``.
 
-    :param rate: the square root of ``2 order + 1`` over the lengthscale.
+    :param unit: the square root of ``2 order + 1`` over the lengthscale.
     :param order: the number of derivatives: 0, 1 or 2.
     """
 
-    rate: Array
+    unit: Array
     order: int
-
-    @property
-    def unit(self) -> Array:
-        return self.rate
-
-    @property
-    def smoothness(self) -> list[int]:
-        return [self.order - k for k in range(self.order + 1)]
 
     @property
     def covariance(self) -> np.ndarray:
@@ -106,7 +98,7 @@ class Matern(NamedTuple):
         return np.array(known[self.order])
 
     def transition(self, dt: Array) -> Array:
-        x = (self.rate * dt)[..., None, None]
+        x = (self.unit * dt)[..., None, None]
         size = self.order + 1
         # The derivative of e^-x x^k / k!; higher powers are zero.
         nilpotent = np.eye(size) + np.eye(size, k=1)
@@ -118,7 +110,7 @@ class Matern(NamedTuple):
         return jnp.exp(-x) * total
 
     def noise(self, dt: Array) -> Array:
-        x = jnp.maximum(self.rate * dt, self._least(dt))
+        x = _steps(self, dt)
         top = 2 * self.order
         integrals = [m * x ** (k + 1) for k, m in enumerate(_integrals(x, top))]
         # Impulse responses without the factor e^-x, as polynomials.
@@ -134,9 +126,6 @@ class Matern(NamedTuple):
 
         rows = [jnp.stack([integral(p * q) for q in response], -1) for p in response]
         return jnp.stack(rows, -2)
-
-    def _least(self, dt: Array) -> float:
-        return _LEAST[str(dt.dtype)] ** (1 / (2 * self.order + 1))
 
 
 def _integrals(x: Array, top: int) -> list[Array]:
@@ -177,14 +166,12 @@ class Oscillating(NamedTuple):
 
     :param decay: the rate of decay, one over the lengthscale.
     :param omega: the angular frequency.
+    :param order: the number of derivatives.
     """
 
     decay: Array
     omega: Array
-
-    @property
-    def smoothness(self) -> list[int]:
-        return [1, 0]
+    order: int = 1
 
     @property
     def covariance(self) -> np.ndarray:
@@ -209,8 +196,7 @@ class Oscillating(NamedTuple):
         )
 
     def noise(self, dt: Array) -> Array:
-        least = _LEAST[str(dt.dtype)] ** (1 / 3)
-        x = jnp.maximum(self.unit * dt, least)
+        x = _steps(self, dt)
         decay, cosine, sine, left = self._waves(x)
         rest = -jnp.expm1(-2 * decay * x) / (2 * decay)
         pulled = jnp.square(left) * sine
@@ -246,7 +232,8 @@ class Term(NamedTuple):
         different as the powers of a short step are."""
         levels = np.zeros(1, int) + 9
         for factor in self.factors:
-            levels = np.minimum.outer(levels, factor.smoothness).ravel()
+            own = range(factor.order, -1, -1)
+            levels = np.minimum.outer(levels, own).ravel()
         return np.lexsort((np.arange(len(levels)) == 0, levels))
 
     @property
@@ -257,7 +244,7 @@ class Term(NamedTuple):
     @property
     def size(self) -> int:
         """Numbers of the state of one g."""
-        return math.prod(len(f.smoothness) for f in self.factors)
+        return math.prod(f.order + 1 for f in self.factors)
 
     def transition(self, dt: Array) -> Array:
         """Return Phi, (..., d, d), over steps (...)."""
@@ -321,10 +308,16 @@ class Term(NamedTuple):
         return found
 
 
+def _steps(factor: Factor, dt: Array) -> Array:
+    """Return steps in units of time, none too short for a float to have its noise."""
+    least = _LEAST[str(dt.dtype)] ** (1 / (2 * factor.order + 1))
+    return jnp.maximum(factor.unit * dt, least)
+
+
 def _scales(factor: Factor) -> Array:
     """Return ones with the derivatives of the units of a state, (d,)."""
     ratio = factor.unit / lax.stop_gradient(factor.unit)
-    return ratio ** np.arange(len(factor.smoothness))
+    return ratio ** np.arange(factor.order + 1)
 
 
 def _stationary(factor: Factor) -> Array:
