@@ -63,7 +63,10 @@ def whitener(gp: Any) -> Whitener:
     """
     # A given jitter belongs to the covariances in their original form.
     if gp.jitter is None and constant_of(gp.kernel) is not None:
-        return _Deviations(gp).whitener()
+        constant, gram, own = _apart(gp, gp.inducing)
+        values = differenced(*map(lax.stop_gradient, (gram, own, constant)))
+        gram = constant + gram
+        return Whitener(as_inverse_root(gram, values.root), gram, values)
     gram = lead(gp.kernel(gp.inducing, gp.inducing), 2)
     if gp.jitter is None:
         return Whitener(inverse_root(gram), gram, None)
@@ -82,43 +85,27 @@ def project(gp: Any, whitener: Whitener, X: Array) -> Projected:
     :param gp: the process.
     :param whitener: from :func:`whitener`.
     """
-    if whitener.values is not None:
-        return _Deviations(gp).project(whitener, whitener.values, X)
-    cross, variance = lead(gp.kernel(X, gp.inducing), 2), lead(gp.kernel(X), 1)
-    found = _product(whitener.inverse, cross)
+    if whitener.values is None:
+        cross, variance = lead(gp.kernel(X, gp.inducing), 2), lead(gp.kernel(X), 1)
+        found = _product(whitener.inverse, cross)
+        left = variance - jnp.square(found).sum(-2)
+    else:
+        constant, across, own = _apart(gp, X)
+        found, left = whitener.values.project(*map(lax.stop_gradient, (across, own)))
+        cross, variance = constant + across, constant[..., 0] + own
     projection = _projected(found, *whitener[:2], cross)
-    left = variance - jnp.square(projection).sum(-2)
     left = _left(left, *whitener[:2], projection, cross, variance)
     return Projected(projection, jnp.maximum(left, 0))
 
 
-class _Deviations:
-    """Covariances as a constant plus deviations from it."""
-
-    def __init__(self, gp: Any) -> None:
-        self._kernel, self._inducing = gp.kernel, gp.inducing
-        constant = jnp.asarray(constant_of(gp.kernel), gp.inducing.dtype)
-        self._constant = lead(constant[..., None, None], 2)
-
-    def whitener(self) -> Whitener:
-        gram, own = self._at(self._inducing)
-        values = differenced(*map(lax.stop_gradient, (gram, own, self._constant)))
-        gram = self._constant + gram
-        return Whitener(as_inverse_root(gram, values.root), gram, values)
-
-    def project(self, whitener: Whitener, values: Differenced, X: Array) -> Projected:
-        across, own = self._at(X)
-        found, left = values.project(*map(lax.stop_gradient, (across, own)))
-        cross, variance = self._constant + across, self._constant[..., 0] + own
-        projection = _projected(found, *whitener[:2], cross)
-        left = _left(left, *whitener[:2], projection, cross, variance)
-        return Projected(projection, jnp.maximum(left, 0))
-
-    def _at(self, X: Array) -> tuple[Array, Array]:
-        """Return deviations of the covariances with the inducing values and of the
-        variance, (1 or C, N, M) and (1 or C, N)."""
-        across = lead(deviation_of(self._kernel, X, self._inducing), 2)
-        return across, lead(deviation_of(self._kernel, X), 1)
+def _apart(gp: Any, X: Array) -> tuple[Array, Array, Array]:
+    """Return covariances as a constant (1 or C, 1, 1), and deviations from it of the
+    covariances with the inducing values and of the variance, (1 or C, N, M) and (1 or
+    C, N)."""
+    constant = jnp.asarray(constant_of(gp.kernel), gp.inducing.dtype)
+    across = lead(deviation_of(gp.kernel, X, gp.inducing), 2)
+    own = lead(deviation_of(gp.kernel, X), 1)
+    return lead(constant[..., None, None], 2), across, own
 
 
 @jax.custom_jvp
