@@ -306,7 +306,7 @@ def log_density(prior: StructurePrior, z: Array) -> Array:
 def no_moments(natural: Any) -> Any:
     """Return zeros in the shapes of the moments of natural parameters."""
     shapes = jax.eval_shape(lambda natural: natural.moments(), natural)
-    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    return jax.tree.map(jnp.zeros_like, shapes)
 
 
 def drawn_white(prior: StructurePrior, q: Any, noise: Array) -> Array | None:

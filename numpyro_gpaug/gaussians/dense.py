@@ -566,7 +566,7 @@ class AffineBlocks:
             return jax.tree.map(jnp.add, total, block(part))
 
         like = jax.eval_shape(block, jax.tree.map(lambda x: x[0, 0], parts))
-        none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+        none = jax.tree.map(jnp.zeros_like, like)
         return summed_blocks(add, none, parts)
 
     @property

@@ -114,6 +114,21 @@ def summed_blocks(add: Callable[[Any, Any], Any], none: Any, blocks: Any) -> Any
     return jax.tree.map(lambda x: x.sum(0), total)
 
 
+def summed(function: Callable[[Any], Any], parts: Any) -> Any:
+    """Return the sum of a function over the first axis of arrays, one part after the
+    other.
+
+    :param function: a function of one part, which returns a tree of floats.
+    :param parts: a tree of arrays.
+    """
+
+    def add(total: Any, part: Any) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, total, function(part)), None
+
+    like = jax.eval_shape(lambda: function(jax.tree.map(lambda x: x[0], parts)))
+    return lax.scan(add, jax.tree.map(jnp.zeros_like, like), parts)[0]
+
+
 def _on_devices(function: Callable[[Any], Any], blocks: Any) -> Callable[[Any], Any]:
     """Return a function of a block, whose arrays have a leading axis over devices, from
     a function of one device's part of it.

@@ -21,9 +21,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 from jax.scipy.special import logsumexp
 from scipy.special import ndtri
+
+from numpyro_gpaug.math.blocks import summed
 
 # The number of nodes, half of which mirror the others, and the number of nodes of a
 # finer rule for comparison.
@@ -96,14 +98,8 @@ def _averages(
     """Return averages of a tree of arrays over nodes, one after the other."""
     factor = _factor(variance, covariance)
     nodes = jnp.asarray(_nodes(mean.shape[-1], num), mean.dtype)
-
-    def add(sums: Any, node: Array) -> tuple[Any, None]:
-        found = value(mean + jnp.matvec(factor, node))
-        return jax.tree.map(jnp.add, sums, found), None
-
-    shapes = jax.eval_shape(value, mean)
-    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-    return jax.tree.map(lambda x: x / num, lax.scan(add, zeros, nodes)[0])
+    total = summed(lambda node: value(mean + jnp.matvec(factor, node)), nodes)
+    return jax.tree.map(lambda x: x / num, total)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from numpyro_gpaug.math.blocks import summed
 from numpyro_gpaug.math.linalg import safe_sqrt
 
 # Numbers of nodes in one dimension, and in each of two.
@@ -169,7 +170,8 @@ def _averaged(function: Sums, at: PredictorMoments) -> _Sums:
     blocks = [_in_blocks(*rule, each) for rule in (*small, largest)]
     x, weights = (jnp.concatenate(parts) for parts in zip(*blocks, strict=True))
     ends = jnp.asarray(np.cumsum([0, *(len(part) for part, _ in blocks)]))
-    zeros = _zeros(function, x[0], weights[0])
+    like = jax.eval_shape(function, x[0], weights[0])
+    zeros = jax.tree.map(jnp.zeros_like, like)
 
     def by_rule(state: Any) -> Any:
         rule, before, _ = state
@@ -241,12 +243,7 @@ def _summed(function: Sums, at: PredictorMoments, x: Array, weights: Array) -> A
     x, weights = _in_blocks(x, weights, each)
     if len(x) == 1:
         return function(x[0], weights[0])
-    zeros = _zeros(function, x[0], weights[0])
-
-    def add(sums: Any, part: tuple[Array, Array]) -> tuple[Any, None]:
-        return jax.tree.map(jnp.add, sums, function(*part)), None
-
-    return lax.scan(add, zeros, (x, weights))[0]
+    return summed(lambda part: function(*part), (x, weights))
 
 
 def _in_blocks(x: Array, weights: Array, each: int) -> tuple[Array, Array]:
@@ -255,11 +252,6 @@ def _in_blocks(x: Array, weights: Array, each: int) -> tuple[Array, Array]:
     more = -len(x) % each
     x = jnp.pad(x, ((0, more), (0, 0))).reshape(-1, each, x.shape[1])
     return x, jnp.pad(weights, (0, more)).reshape(-1, each)
-
-
-def _zeros(function: Sums, x: Array, weights: Array) -> Any:
-    shapes = jax.eval_shape(function, x, weights)
-    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
 
 
 def _forward(total: Sum, numbers: Any, at: PredictorMoments) -> tuple[Array, Any]:

@@ -20,6 +20,7 @@ from numpyro_gpaug.distributions.predictor_mixture import NEGLIGIBLE, PredictorM
 from numpyro_gpaug.gaussians.dense import Moments
 from numpyro_gpaug.gp.markov import is_times
 from numpyro_gpaug.guides.base import ProcessGuide
+from numpyro_gpaug.math.blocks import summed
 from numpyro_gpaug.model.arguments import Values, is_array
 
 # The number of draws of latents that another autoguide owns.
@@ -179,15 +180,11 @@ def averaged(function: Callable[[Fitted], Any], fitted: Fitted) -> Any:
     if fitted.members is None:
         return function(fitted)
 
-    def add(total: Any, each: Any) -> tuple[Any, None]:
+    def weighed(each: tuple[Members, Array]) -> Any:
         member, weight = each
-        value = function(fitted.at(member))
-        return jax.tree.map(lambda t, x: t + weight * x, total, value), None
+        return jax.tree.map(lambda x: weight * x, function(fitted.at(member)))
 
-    shapes = jax.eval_shape(lambda: function(fitted.first))
-    zeros = jax.tree.map(jnp.zeros_like, shapes)
-    weights = jnp.exp(fitted.members.log_weights)
-    return lax.scan(add, zeros, (fitted.members, weights))[0]
+    return summed(weighed, (fitted.members, jnp.exp(fitted.members.log_weights)))
 
 
 def _function_values(answers: FunctionValues, log_weights: Array) -> FunctionValues:
