@@ -602,10 +602,7 @@ class Chain(Groups):
     natural: ClassVar[Any] = ChainNatural
     # Predictors may depend on two steps.
     variances = Structure.variances
-
-    @property
-    def independent(self) -> Layout:
-        return Layout(0, 0, self.rank)
+    independent = Structure.independent
 
     def describe(self, names: str, block: int) -> str:
         groups, each, corner, steps = self.layout

@@ -95,11 +95,8 @@ class GroupedMoments(Bordered):
     @property
     def log_det(self) -> Array:
         """The log-determinant of the covariance, (1,)."""
-        logs = [
-            jnp.log(jnp.abs(linalg.diagonal(x))).reshape(1, -1).sum(-1)
-            for x in (self.inverse, self.whitener)
-        ]
-        return 2 * (logs[0] + logs[1])
+        roots = linalg.diagonal(self.inverse), linalg.diagonal(self.whitener)
+        return 2 * jnp.log(jnp.abs(self.layout.joined(*roots))).sum(-1)
 
     def border_of(self, places: np.ndarray) -> tuple[Moments, int]:
         """Return the moments of latents of a border, and how many of them are new. New

@@ -50,7 +50,7 @@ import numpy as np
 from jax import Array, lax, random
 from jax.experimental.sparse import BCSR
 
-from numpyro_gpaug.gaussians.base import Layout
+from numpyro_gpaug.gaussians.base import Structure
 from numpyro_gpaug.gaussians.rows import Rows
 from numpyro_gpaug.gaussians.sparse import NodeMoments, Sparse, SparseNatural
 from numpyro_gpaug.math import linalg
@@ -176,6 +176,20 @@ class _Block(NamedTuple):
         return _by_columns(product)(entries[self.places], x)
 
 
+class _Blocks(NamedTuple):
+    """The blocks of the precision that are not diagonal.
+
+    :param down: the entries of other nodes with eliminated ones, (R, I).
+    :param up: its transpose.
+    :param among: the entries of other nodes with one another; ``None`` if there are
+        none.
+    """
+
+    down: _Block
+    up: _Block
+    among: _Block | None
+
+
 def _by_columns(function: Callable[[Array, Array], Array]) -> Any:
     """Return a function of values and of columns (n, c). Under ``vmap`` it takes all
     columns together, and several sets of values one after the other: JAX has no fast
@@ -213,7 +227,7 @@ class _Reduced(NamedTuple):
     @classmethod
     def of(cls, structure: Iterative, entries: Array) -> _Reduced:
         own, rest = structure.parted(entries[structure.pattern.diagonal][:, None])
-        left = rest - structure.down(jnp.square(entries), 1 / own)
+        left = rest - structure.blocks.down(jnp.square(entries), 1 / own)
         return cls(structure, entries, own, rest, 1 / jnp.sqrt(left))
 
     @property
@@ -223,9 +237,9 @@ class _Reduced(NamedTuple):
 
     def __call__(self, y: Array) -> Array:
         """Return ``(I - X) y``, (R, c)."""
-        x, (down, up) = self.root * y, (self.structure.down, self.structure.up)
+        x, (down, up, among) = self.root * y, self.structure.blocks
         found = self.rest * x - down(self.entries, up(self.entries, x) / self.own)
-        if (among := self.structure.among) is not None:
+        if among is not None:
             found = found + among(self.entries, x)
         return self.root * found
 
@@ -233,7 +247,7 @@ class _Reduced(NamedTuple):
         """Return columns (N, c) of eliminated nodes, and ``P^{-1/2}`` times the columns
         of the others minus the contribution of the eliminated."""
         own, rest = self.structure.parted(b)
-        moved = self.structure.down(self.entries, own / self.own)
+        moved = self.structure.blocks.down(self.entries, own / self.own)
         return own, self.root * (rest - moved)
 
     def _completed(self, own: Array, y: Array) -> Array:
@@ -243,7 +257,7 @@ class _Reduced(NamedTuple):
         :param own: the right-hand side of the eliminated nodes.
         """
         x = self.root * y
-        own = (own - self.structure.up(self.entries, x)) / self.own
+        own = (own - self.structure.blocks.up(self.entries, x)) / self.own
         return self.structure.nodal(own, x)
 
     def solve(self, b: Array) -> Array:
@@ -290,7 +304,7 @@ class _Reduced(NamedTuple):
     def noise_of(self, x: Array) -> Array:
         """Return the noise of deviations (N, c)."""
         own, rest = self.structure.parted(x)
-        own = own + self.structure.up(self.entries, rest) / self.own
+        own = own + self.structure.blocks.up(self.entries, rest) / self.own
         y = self.power(0.5, rest / self.root)
         return self.structure.nodal(own * jnp.sqrt(self.own), y)
 
@@ -399,10 +413,7 @@ class Iterative(Sparse):
     solves: ClassVar[bool] = False
     # Nodes are standard normal a priori, so no rows almost cancel.
     sums: ClassVar[bool] = False
-
-    @property
-    def independent(self) -> Layout:
-        return Layout(0, 0, self.size)
+    independent = Structure.independent
 
     @cached_property
     def _eliminated(self) -> np.ndarray:
@@ -420,7 +431,8 @@ class Iterative(Sparse):
         return jnp.concatenate([own, rest])[np.argsort(order)]
 
     @cached_property
-    def _blocks(self) -> tuple[_Block, _Block, _Block | None]:
+    def blocks(self) -> _Blocks:
+        """The precision in blocks."""
         pattern, first = self.pattern, self._eliminated
         rank = np.where(first, np.cumsum(first), np.cumsum(~first)) - 1
         places = np.flatnonzero(pattern.rows != pattern.columns)
@@ -433,22 +445,7 @@ class Iterative(Sparse):
         both = np.append(rows, columns), np.append(columns, rows)
         among = _Block.of(np.tile(places[~down], 2), *both, (shape[0], shape[0]))
         found = _Block.of(*ends, shape), _Block.of(*up, shape[::-1])
-        return *found, among if len(rows) else None
-
-    @property
-    def down(self) -> _Block:
-        """The entries of other nodes with eliminated ones, (R, I)."""
-        return self._blocks[0]
-
-    @property
-    def up(self) -> _Block:
-        """Its transpose."""
-        return self._blocks[1]
-
-    @property
-    def among(self) -> _Block | None:
-        """The entries of other nodes with one another; ``None`` if there are none."""
-        return self._blocks[2]
+        return _Blocks(*found, among if len(rows) else None)
 
     def cost(self, rows: int, width: int) -> float:
         each = 40.0 * len(self.pattern.rows) + float(rows)
@@ -463,10 +460,11 @@ class Iterative(Sparse):
     def product(self, entries: Array, x: Array) -> Array:
         own, rest = self.parted(x)
         diagonal = self.parted(entries[self.pattern.diagonal][:, None])
-        moved = diagonal[1] * rest + self.down(entries, own)
-        if self.among is not None:
-            moved = moved + self.among(entries, rest)
-        return self.nodal(diagonal[0] * own + self.up(entries, rest), moved)
+        down, up, among = self.blocks
+        moved = diagonal[1] * rest + down(entries, own)
+        if among is not None:
+            moved = moved + among(entries, rest)
+        return self.nodal(diagonal[0] * own + up(entries, rest), moved)
 
     def product_of_prior(self, entries: Array, x: Array) -> Array:
         return x
@@ -504,13 +502,13 @@ class Iterative(Sparse):
         weights = np.repeat([1, DRAWS**-0.5], [largest.shape[1], DRAWS])
         white = spaces.applied(lax.rsqrt) * weights.astype(dtype)
         x, moved = reduced.root * white, reduced.root * (white - reduced(white))
-        moved = self.nodal(-self.up(entries, x) / reduced.own, moved)
+        moved = self.nodal(-self.blocks.up(entries, x) / reduced.own, moved)
         draws = self.nodal(jnp.zeros((len(reduced.own), len(weights)), dtype), x)
         given = self.nodal(1 / reduced.own, jnp.square(reduced.root))[:, 0]
         local = -entries * given[pattern.rows] * given[pattern.columns]
         local = jnp.where(self._eliminated[pattern.columns], local, 0)
         ends = pattern.rows, pattern.columns
-        if self.among is None:
+        if self.blocks.among is None:
             shared = (moved[ends[0]] * moved[ends[1]]).sum(-1)
         else:
             shared = _shared(draws, moved, *ends)
