@@ -18,12 +18,7 @@ import jax.numpy as jnp
 import numpyro.distributions as dist
 from jax import Array
 from jax.scipy.special import gammaln, xlogy
-from numpyro.distributions import (
-    BinomialLogits,
-    BinomialProbs,
-    MultinomialLogits,
-    MultinomialProbs,
-)
+from numpyro import distributions
 from numpyro.distributions.util import clamp_probs
 
 from numpyro_gpaug.math.incomplete import log_beta
@@ -62,7 +57,7 @@ def _near_rate_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
 
 
 def _binomial(d: Any, y: Array) -> Array:
-    if isinstance(d, BinomialLogits):
+    if isinstance(d, distributions.BinomialLogits):
         log = jax.nn.log_sigmoid(d.logits)
         logs = log, log - d.logits
         shares: Any = jnp.exp(logs[0]), jnp.exp(logs[1])
@@ -80,7 +75,7 @@ def _negative_binomial(d: Any, y: Array) -> Array:
 
 
 def _multinomial(d: Any, y: Array) -> Array:
-    if isinstance(d, MultinomialLogits):
+    if isinstance(d, distributions.MultinomialLogits):
         logs = jax.nn.log_softmax(d.logits)
         shares = jnp.exp(logs)
     else:
@@ -154,10 +149,10 @@ def remainder(count: Array) -> Array:
 
 DENSITIES = {
     dist.Poisson: _poisson,
-    BinomialLogits: _binomial,
-    BinomialProbs: _binomial,
-    MultinomialLogits: _multinomial,
-    MultinomialProbs: _multinomial,
+    distributions.BinomialLogits: _binomial,
+    distributions.BinomialProbs: _binomial,
+    distributions.MultinomialLogits: _multinomial,
+    distributions.MultinomialProbs: _multinomial,
     dist.NegativeBinomialLogits: _negative_binomial,
     dist.Gamma: _gamma,
     dist.Beta: _beta,

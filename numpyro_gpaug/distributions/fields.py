@@ -23,17 +23,11 @@ from scipy import sparse
 from numpyro_gpaug.distributions.graph import Graph, graph_of
 from numpyro_gpaug.distributions.sparse_prior import Field, SparsePrior
 from numpyro_gpaug.distributions.zero_sum import ZeroSumByComponent, centred, sums
-from numpyro_gpaug.math import sparse_cholesky
+from numpyro_gpaug.math import sparse_cholesky, sparse_terms
 from numpyro_gpaug.math.arrays import floating
 from numpyro_gpaug.math.linalg import precise
 from numpyro_gpaug.math.normal import LOG_2PI
 from numpyro_gpaug.math.sparse_pattern import Pattern
-from numpyro_gpaug.math.sparse_terms import (
-    by_columns,
-    row_sums,
-    sum_of_terms,
-    sums_of_rows,
-)
 
 
 class ICAR(Field):
@@ -283,8 +277,8 @@ class GMRF(Field):
         self, loc: ArrayLike, precision: Any, *, validate_args: bool | None = None
     ) -> None:
         terms = precision if isinstance(precision, list | tuple) else [(1.0, precision)]
-        self.pattern, self.values = sum_of_terms(terms, "precision")
-        self.sums = sums_of_rows(terms)
+        self.pattern, self.values = sparse_terms.sum_of_terms(terms, "precision")
+        self.sums = sparse_terms.sums_of_rows(terms)
         _refuse_free_levels(self.pattern, [matrix for _, matrix in terms])
         size = self.pattern.size
         if np.ndim(loc) and np.shape(loc)[-1] not in (1, size):
@@ -301,7 +295,7 @@ class GMRF(Field):
     def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
         given = self.pattern, self.values, self.sums
         draws = partial(sparse_cholesky.half_solve_with_sums, *given)
-        return self.loc + by_columns(draws, self.white(key, sample_shape))
+        return self.loc + sparse_terms.by_columns(draws, self.white(key, sample_shape))
 
     @validate_sample
     @precise
@@ -347,7 +341,7 @@ def _refuse_free_levels(pattern: Pattern, matrices: list[Any]) -> None:
         return
     free = np.ones(pattern.size, bool)
     for matrix in matrices:
-        free &= row_sums(matrix) == 0
+        free &= sparse_terms.row_sums(matrix) == 0
     if not free.any():
         return
     labels = pattern.components
@@ -365,7 +359,7 @@ def _intrinsic(graph: Graph, noise: Array) -> Array:
     levels of components."""
     values = jnp.asarray(graph.grounded, noise.dtype)
     factor = sparse_cholesky.factor(graph.pattern, values)
-    return centred(graph, by_columns(factor.half_solve_transposed, noise))
+    return centred(graph, sparse_terms.by_columns(factor.half_solve_transposed, noise))
 
 
 def _row_sums(graph: Graph) -> np.ndarray:

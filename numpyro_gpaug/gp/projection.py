@@ -20,13 +20,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from numpyro_gpaug.gp.kernels._base import constant_of, deviation_of
-from numpyro_gpaug.math.linalg import (
-    as_inverse_root,
-    inverse_cholesky,
-    lower_half,
-    precise,
-    with_jitter,
-)
+from numpyro_gpaug.math import linalg
 from numpyro_gpaug.math.whitening import Differenced, differenced, inverse_root
 
 
@@ -55,7 +49,7 @@ class Projected(NamedTuple):
     residual: Array
 
 
-@precise
+@linalg.precise
 def whitener(gp: Any) -> Whitener:
     """Return the map from the inducing values of a process to standard normal ones.
 
@@ -66,15 +60,15 @@ def whitener(gp: Any) -> Whitener:
         constant, gram, own = _apart(gp, gp.inducing)
         values = differenced(*map(lax.stop_gradient, (gram, own, constant)))
         gram = constant + gram
-        return Whitener(as_inverse_root(gram, values.root), gram, values)
+        return Whitener(linalg.as_inverse_root(gram, values.root), gram, values)
     gram = lead(gp.kernel(gp.inducing, gp.inducing), 2)
     if gp.jitter is None:
         return Whitener(inverse_root(gram), gram, None)
-    gram = with_jitter(gram, gp.jitter)
-    return Whitener(inverse_cholesky(gram), gram, None)
+    gram = linalg.with_jitter(gram, gp.jitter)
+    return Whitener(linalg.inverse_cholesky(gram), gram, None)
 
 
-@precise
+@linalg.precise
 def project(gp: Any, whitener: Whitener, X: Array) -> Projected:
     """Return function values at inputs (N, D) given inducing values.
 
@@ -121,11 +115,11 @@ def _projected(value: Array, inverse: Array, gram: Array, cross: Array) -> Array
 
 
 @_projected.defjvp
-@precise
+@linalg.precise
 def _projected_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
     found, inverse = _projected(*primals), primals[1]
     _, _, gram, cross = tangents
-    return found, _product(inverse, cross) - lower_half(inverse, gram) @ found
+    return found, _product(inverse, cross) - linalg.lower_half(inverse, gram) @ found
 
 
 @jax.custom_jvp
@@ -145,7 +139,7 @@ def _left(
 
 
 @_left.defjvp
-@precise
+@linalg.precise
 def _left_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
     _, inverse, _, projection, _, _ = primals
     _, _, gram, _, cross, variance = tangents

@@ -31,14 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from numpyro_gpaug.math.linalg import (
-    as_inverse_root,
-    cholesky,
-    diagonal,
-    inverse_lower,
-    one_by_one,
-    precise,
-)
+from numpyro_gpaug.math import linalg
 
 # The smallest jitter, relative to rounding errors: first for the largest eigenvalue
 # (random errors of the entries change it by about .4 of this measure), second for the
@@ -64,7 +57,7 @@ def least_jitter(size: int, dtype: np.dtype | type) -> float:
     return max(rounding, 1e-10) if jnp.dtype(dtype) == jnp.float64 else rounding
 
 
-@precise
+@linalg.precise
 def inverse_root(matrix: Array) -> Array:
     """Return ``V`` with ``V K V' = I`` as far as the dtype resolves K, and no more
     elsewhere.
@@ -80,7 +73,9 @@ def inverse_root(matrix: Array) -> Array:
     """
     still = lax.stop_gradient(matrix)
     nothing = jnp.zeros((1, 1), matrix.dtype)
-    return as_inverse_root(matrix, differenced(still, diagonal(still), nothing).root)
+    return linalg.as_inverse_root(
+        matrix, differenced(still, linalg.diagonal(still), nothing).root
+    )
 
 
 class Differenced(NamedTuple):
@@ -104,7 +99,7 @@ class Differenced(NamedTuple):
         """V, (..., M, M)."""
         return self.factor @ _steps(self.near, self.factor.dtype).mT
 
-    @precise
+    @linalg.precise
     def project(self, across: Array, own: Array) -> tuple[Array, Array]:
         """Return ``V k`` of other values, (..., M, N), and their remaining variances,
         (..., N), which rounding may make negative.
@@ -142,7 +137,7 @@ def _steps(near: Array, dtype: Any) -> Array:
     return _apart(near, jnp.eye(near.shape[-1], dtype=dtype))
 
 
-@precise
+@linalg.precise
 def differenced(deviation: Array, own: Array, constant: Array) -> Differenced:
     """Return the :func:`inverse_root` of a constant and deviations from it, without
     derivatives.
@@ -164,11 +159,11 @@ def differenced(deviation: Array, own: Array, constant: Array) -> Differenced:
     least = eps * (_NOISE * noise + tiny)
     steps = _steps(near, deviation.dtype)
     lower, jitter = _factorised(gram, least, _apart(near, steps.mT))
-    factor = inverse_lower(lower)
+    factor = linalg.inverse_lower(lower)
     root = factor @ steps.mT
     lost = root @ (jitter * root.mT)
     left = jnp.eye(size, dtype=lost.dtype) - lost + _DAMPING * (lost @ lost)
-    factor = inverse_lower(cholesky(left)) @ factor
+    factor = linalg.inverse_lower(linalg.cholesky(left)) @ factor
     return Differenced(factor, near, own[..., :1], constant)
 
 
@@ -185,7 +180,7 @@ def cholesky_of_sums(matrix: Array, scale: Array) -> Array:
     size, dtype = matrix.shape[-1], matrix.dtype
     least = jnp.asarray(least_jitter(size, dtype), dtype) * scale
     eye = jnp.eye(size, dtype=dtype)
-    return cholesky(matrix + _factorised(matrix_, least, eye)[1] * eye)
+    return linalg.cholesky(matrix + _factorised(matrix_, least, eye)[1] * eye)
 
 
 def _factorised(matrix: Array, least: Array, spread: Array) -> tuple[Array, Array]:
@@ -197,7 +192,7 @@ def _factorised(matrix: Array, least: Array, spread: Array) -> tuple[Array, Arra
     single = jnp.vectorize(_first_unspoilt, signature="(m,m),(k,k),(m,m)->(m,m),(k,k)")
     batch = matrix.shape[:-2]
     given = (jnp.broadcast_to(x, batch + x.shape[-2:]) for x in (least, spread))
-    return one_by_one(single)(matrix, *given)
+    return linalg.one_by_one(single)(matrix, *given)
 
 
 def _first_unspoilt(matrix: Array, least: Array, spread: Array) -> tuple[Array, Array]:
