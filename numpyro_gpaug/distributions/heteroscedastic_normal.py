@@ -8,13 +8,13 @@ from abc import abstractmethod
 
 import jax
 import jax.numpy as jnp
-from jax import Array, random
+from jax import Array
 from jax.typing import ArrayLike
 from numpyro.distributions import constraints
 from numpyro.distributions.util import validate_sample
 
 from numpyro_gpaug.distributions._elementwise import Located, parameter
-from numpyro_gpaug.math.normal import LOG_2PI
+from numpyro_gpaug.math.normal import LOG_2PI, drawn
 
 
 class NormalOfPrecision(Located):
@@ -26,9 +26,7 @@ class NormalOfPrecision(Located):
 
     def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
         # Not batch_shape, which still has the old axes under vmap over a distribution.
-        loc = self.mean
-        noise = random.normal(key, (*sample_shape, *loc.shape), loc.dtype)
-        return loc + jnp.sqrt(self.variance) * noise
+        return drawn(key, sample_shape, self.mean, self.variance)
 
     @validate_sample
     def log_prob(self, value: ArrayLike) -> Array:

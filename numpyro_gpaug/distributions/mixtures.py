@@ -18,7 +18,7 @@ from numpyro.distributions.util import validate_sample
 
 from numpyro_gpaug.distributions._elementwise import Elementwise, Located, parameter
 from numpyro_gpaug.math.blocks import by_elements
-from numpyro_gpaug.math.normal import LOG_2PI
+from numpyro_gpaug.math.normal import LOG_2PI, drawn
 from numpyro_gpaug.math.quadrature import gaussian_nodes, log_gamma_nodes, peaked_nodes
 
 
@@ -83,12 +83,10 @@ class CountMixture(Elementwise):
     def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
         latent_key, key = random.split(key)
         other, loc, loc_variance, *_ = self._arrays()
-        # Not batch_shape, which still has the old axes under vmap over a distribution.
-        noise = random.normal(latent_key, (*sample_shape, *loc.shape), loc.dtype)
         # NumPyro's negative binomial computes exp(-logits), which must be finite.
         largest = -0.9 * math.log(jnp.finfo(loc.dtype).tiny)
-        logits = jnp.clip(loc + jnp.sqrt(loc_variance) * noise, -largest, largest)
-        return self.likelihood(other, logits).sample(key)
+        logits = drawn(latent_key, sample_shape, loc, loc_variance)
+        return self.likelihood(other, jnp.clip(logits, -largest, largest)).sample(key)
 
     @validate_sample
     def log_prob(self, value: ArrayLike) -> Array:
@@ -222,9 +220,8 @@ class NormalLaplace(Located):
 
     def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
         keys, (loc, loc_variance, scale) = random.split(key), self._arrays()
-        shape, dtype = (*sample_shape, *loc.shape), loc.dtype
-        smooth = jnp.sqrt(loc_variance) * random.normal(keys[0], shape, dtype)
-        return loc + smooth + scale * random.laplace(keys[1], shape, dtype)
+        smooth = drawn(keys[0], sample_shape, loc, loc_variance)
+        return smooth + scale * random.laplace(keys[1], smooth.shape, smooth.dtype)
 
     @validate_sample
     def log_prob(self, value: ArrayLike) -> Array:
@@ -420,9 +417,8 @@ class NormalStudentT(RealMixture):
 
     def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
         keys, (df, loc, loc_variance, scale) = random.split(key), self._arrays()
-        shape, dtype = (*sample_shape, *loc.shape), loc.dtype
-        smooth = jnp.sqrt(loc_variance) * random.normal(keys[0], shape, dtype)
-        return loc + smooth + scale * random.t(keys[1], df, shape, dtype)
+        smooth = drawn(keys[0], sample_shape, loc, loc_variance)
+        return smooth + scale * random.t(keys[1], df, smooth.shape, smooth.dtype)
 
 
 class NoiseMixture(RealMixture):
@@ -472,7 +468,6 @@ class NoiseMixture(RealMixture):
     def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
         keys = random.split(key)
         loc, loc_variance, latent, latent_variance, other = self._arrays()
-        shape, dtype = (*sample_shape, *loc.shape), loc.dtype
-        f = latent + jnp.sqrt(latent_variance) * random.normal(keys[0], shape, dtype)
+        f = drawn(keys[0], sample_shape, latent, latent_variance)
         noise = self.log_noise(f, other)[..., None]
         return normal_of_noise(loc, loc_variance, noise).sample(keys[1])[..., 0]

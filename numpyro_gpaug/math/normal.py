@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, random
 from jax.scipy.special import erfc
 
 
@@ -66,6 +66,18 @@ def _terms(mean: Array, variance: Array) -> tuple[Array, Array, Array]:
     z = mean * scale_inv
     above, at_zero = cdf(z), scale_inv * density(z)
     return mean * above + variance * at_zero, above, at_zero
+
+
+def drawn(
+    key: Array, sample_shape: tuple[int, ...], mean: Array, variance: Array
+) -> Array:
+    """Draw normal numbers, in the dtype of their means.
+
+    :param sample_shape: the shape before that of the means. (The batch shape of a
+        distribution still has the old axes under vmap.)
+    """
+    noise = random.normal(key, (*sample_shape, *mean.shape), mean.dtype)
+    return mean + jnp.sqrt(variance) * noise
 
 
 LOG_2PI = math.log(2 * math.pi)
