@@ -43,7 +43,8 @@ def _theta(w: Array) -> Array:
     return jnp.sqrt(jnp.maximum(POLE - w, 0.0))
 
 
-def _scaled_tanh_derivatives(w: Array, order: int) -> list[Array]:
+@partial(jax.custom_jvp, nondiff_argnums=(1,))
+def scaled_tanh_derivatives(w: Array, order: int) -> list[Array]:
     """Return ``w**k`` times the k-th derivative of ``T`` for ``k = 0..order``.
 
     The derivatives are scaled because the plain fifth derivative underflows in float32
@@ -88,12 +89,6 @@ def _scaled_tanh_derivatives(w: Array, order: int) -> list[Array]:
     return [jnp.where(near, acc[k] * w**k, t[k]) for k in range(order + 1)]
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(1,))
-def scaled_tanh_derivatives(w: Array, order: int) -> list[Array]:
-    """Return :func:`_scaled_tanh_derivatives`, differentiable to every order."""
-    return _scaled_tanh_derivatives(w, order)
-
-
 @scaled_tanh_derivatives.defjvp
 def _scaled_tanh_derivatives_jvp(order, primals, tangents):
     (w,), (dw,) = primals, tangents
@@ -114,11 +109,7 @@ def log_cosh_sqrt(w: Array) -> Array:
     return jnp.where(positive, log_cosh(r), jnp.log(sin))
 
 
-@log_cosh_sqrt.defjvp
-def _log_cosh_sqrt_jvp(primals, tangents):
-    (w,), (dw,) = primals, tangents
-    (t,) = scaled_tanh_derivatives(w, 0)
-    return log_cosh_sqrt(w), 0.5 * t * dw
+log_cosh_sqrt.defjvps(lambda dw, _, w: 0.5 * scaled_tanh_derivatives(w, 0)[0] * dw)
 
 
 @jax.custom_jvp
@@ -133,12 +124,7 @@ def solve_saddle(y: Array) -> Array:
     return w
 
 
-@solve_saddle.defjvp
-def _solve_saddle_jvp(primals, tangents):
-    (y,), (dy,) = primals, tangents
-    w = solve_saddle(y)
-    _, t1 = scaled_tanh_derivatives(w, 1)
-    return w, w / t1 * dy
+solve_saddle.defjvps(lambda dy, w, _: w / scaled_tanh_derivatives(w, 1)[1] * dy)
 
 
 def bregman(w: Array, w_ref: Array, step: Array) -> Array:

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpyro.distributions as dist
 from jax import Array
 from jax.scipy.special import gammaln, xlogy
-from numpyro import distributions
 from numpyro.distributions.util import clamp_probs
 
 from numpyro_gpaug.math.incomplete import log_beta
@@ -49,15 +48,16 @@ def near_rate(count: Array, rate: Array) -> Array:
     return near(count, rate, safe_log(rate))
 
 
-@near_rate.defjvp
-def _near_rate_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
-    count, rate = primals
+def _with_rate(moved: Array, _: Array, count: Array, rate: Array) -> Array:
     ratio = jnp.where(rate > 0, count / jnp.where(rate > 0, rate, 1), 0)
-    return near_rate(count, rate), (ratio - 1) * tangents[1]
+    return (ratio - 1) * moved
+
+
+near_rate.defjvps(None, _with_rate)
 
 
 def _binomial(d: Any, y: Array) -> Array:
-    if isinstance(d, distributions.BinomialLogits):
+    if isinstance(d, dist.BinomialLogits):
         log = jax.nn.log_sigmoid(d.logits)
         logs = log, log - d.logits
         shares: Any = jnp.exp(logs[0]), jnp.exp(logs[1])
@@ -75,7 +75,7 @@ def _negative_binomial(d: Any, y: Array) -> Array:
 
 
 def _multinomial(d: Any, y: Array) -> Array:
-    if isinstance(d, distributions.MultinomialLogits):
+    if isinstance(d, dist.MultinomialLogits):
         logs = jax.nn.log_softmax(d.logits)
         shares = jnp.exp(logs)
     else:
@@ -149,10 +149,10 @@ def remainder(count: Array) -> Array:
 
 DENSITIES = {
     dist.Poisson: _poisson,
-    distributions.BinomialLogits: _binomial,
-    distributions.BinomialProbs: _binomial,
-    distributions.MultinomialLogits: _multinomial,
-    distributions.MultinomialProbs: _multinomial,
+    dist.BinomialLogits: _binomial,
+    dist.BinomialProbs: _binomial,
+    dist.MultinomialLogits: _multinomial,
+    dist.MultinomialProbs: _multinomial,
     dist.NegativeBinomialLogits: _negative_binomial,
     dist.Gamma: _gamma,
     dist.Beta: _beta,

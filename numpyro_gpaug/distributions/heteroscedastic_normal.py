@@ -25,7 +25,6 @@ class NormalOfPrecision(Located):
         """Return the logarithm of the precision, and the precision."""
 
     def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
-        # Not batch_shape, which still has the old axes under vmap over a distribution.
         return drawn(key, sample_shape, self.mean, self.variance)
 
     @validate_sample

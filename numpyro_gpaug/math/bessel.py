@@ -207,11 +207,7 @@ def _hypot(x: Array, y: Array) -> Array:
     return jnp.hypot(x, y)
 
 
-@_hypot.defjvp
-def _hypot_jvp(primals, tangents):
-    x, y = primals
-    out = _hypot(x, y)
-    return out, x / out * tangents[0] + y / out * tangents[1]
+_hypot.defjvps(lambda dx, out, x, _: x / out * dx, lambda dy, out, _, y: y / out * dy)
 
 
 def peak(lam: Array, omega: Array, log_omega: Array) -> tuple[Array, Array]:

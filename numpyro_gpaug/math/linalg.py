@@ -222,14 +222,6 @@ def cholesky(matrix: Array) -> Array:
     return one_by_one(partial(jnp.linalg.cholesky, symmetrize_input=False))(matrix.mT)
 
 
-@cholesky.defjvp
-@precise
-def _cholesky_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
-    (tangent,) = tangents
-    factor = cholesky(*primals)
-    return factor, factor @ lower_half(inverse_lower(factor), tangent)
-
-
 def one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function of stacks of matrices (..., M, N), from a function that calls
     LAPACK.
@@ -287,13 +279,6 @@ def as_inverse_root(matrix: Array, inverse: Array) -> Array:
     return inverse
 
 
-@as_inverse_root.defjvp
-@precise
-def _as_inverse_root_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
-    inverse = as_inverse_root(*primals)
-    return inverse, -lower_half(inverse, tangents[0]) @ inverse
-
-
 @precise
 def lower_half(inverse: Array, tangent: Array) -> Array:
     """Return ``half(W dK W')``, the change of a factor with its matrix in the factor's
@@ -311,9 +296,7 @@ def valued(formula: Array, value: Array) -> Array:
     return value
 
 
-@valued.defjvp
-def _valued_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
-    return valued(*primals), tangents[0]
+valued.defjvps(lambda moved, *_: moved, None)
 
 
 def safe_sqrt(x: Array) -> Array:
@@ -362,15 +345,15 @@ def inverse_lower(factor: Array) -> Array:
     return solve_lower(factor, eye, transpose=True).mT
 
 
-@inverse_lower.defjvp
-@precise
-def _inverse_lower_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
-    inverse = inverse_lower(*primals)
-    return inverse, -inverse @ tangents[0] @ inverse
-
-
 def diagonal(matrix: Array) -> Array:
     """Return the diagonal of (..., M, M), as every (M + 1)-th number. The derivative of
     ``jnp.diagonal`` would be a scatter."""
     size = matrix.shape[-1]
     return matrix.reshape(*matrix.shape[:-2], size * size)[..., :: size + 1]
+
+
+# Derivatives, given the results x.
+_times: Any = precise(jnp.matmul)
+cholesky.defjvps(lambda moved, x, _: _times(x, lower_half(inverse_lower(x), moved)))
+as_inverse_root.defjvps(lambda moved, x, *_: -_times(lower_half(x, moved), x), None)
+inverse_lower.defjvps(lambda moved, x, _: -_times(_times(x, moved), x))

@@ -91,11 +91,8 @@ def inverse(matrix: Array) -> Array:
     return 1 / matrix if size == 1 else product(lower.mT, scaled)
 
 
-@inverse.defjvp
-def _inverse_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
-    # The derivative of a division contains squares, which may not be finite.
-    found = inverse(*primals)
-    return found, -product(product(found, tangents[0]), found)
+# The derivative of a division contains squares, which may not be finite.
+inverse.defjvps(lambda moved, found, _: -product(product(found, moved), found))
 
 
 def cholesky(matrix: Array) -> Array:

@@ -7,7 +7,6 @@ import dataclasses
 import math
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -93,10 +92,7 @@ def _less_one(x: jax.Array) -> jax.Array:
     return jnp.where(x > _CLOSE, near + near * total, jnp.exp(x) - 1)
 
 
-@_less_one.defjvp
-def _less_one_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    value = _less_one(*primals)
-    return value, tangents[0] * (value + 1)
+_less_one.defjvps(lambda moved, value, _: moved * (value + 1))
 
 
 def _lost_of_matern(
