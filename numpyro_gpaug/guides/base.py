@@ -113,7 +113,7 @@ class ProcessGuide(Displayed):
 
         :param params: params of model and guide.
         """
-        raise NotImplementedError
+        return dict(params), {}
 
     def moments(self, own: Own) -> dict[str, Moments]:
         """Return moments of the Gaussian blocks, latent axis first, by block name;
@@ -121,11 +121,11 @@ class ProcessGuide(Displayed):
 
         :param own: their params, from :meth:`split_params`, or their moments.
         """
-        raise NotImplementedError
+        return {}
 
     def own_params(self) -> tuple[str, ...]:
         """Return the names of the params of the Gaussian blocks."""
-        raise NotImplementedError
+        return ()
 
     @property
     def structure(self) -> Structure:

@@ -15,12 +15,11 @@ from jax import Array, random
 from numpyro import handlers
 from numpyro.infer.autoguide import AutoDelta
 
-from numpyro_gpaug.gaussians.dense import Moments
 from numpyro_gpaug.gp.conditional import Conditional, FunctionDraw
 from numpyro_gpaug.gp.kernels import as_kernel
 from numpyro_gpaug.gp.process import GaussianProcess
 from numpyro_gpaug.gp.projection import latent_first, lead, residual_variance
-from numpyro_gpaug.guides.base import Own, ProcessGuide
+from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.guides.function_posterior import (
     Fit,
     GaussianMeasure,
@@ -159,15 +158,6 @@ class AutoFunctionSpaceGP(ProcessGuide):
         """
         return self.other_median(params)
 
-    def split_params(self, params: Values) -> tuple[Values, dict[str, Values]]:
-        return dict(params), {}
-
-    def moments(self, own: Own) -> dict[str, Moments]:
-        return {}
-
-    def own_params(self) -> tuple[str, ...]:
-        return ()
-
 
 class FunctionSpacePosterior:
     """Function values under a mean and a covariance function with params.
@@ -178,11 +168,7 @@ class FunctionSpacePosterior:
 
     def __init__(self, mean: Callable[[Array], Array], kernel: Any) -> None:
         self._mean = mean
-        is_builder = (
-            kernel is not None
-            and callable(kernel)
-            and not inspect.signature(kernel).parameters
-        )
+        is_builder = callable(kernel) and not inspect.signature(kernel).parameters
         if kernel is not None and not is_builder:
             kernel = as_kernel(kernel)
         self._kernel = kernel if is_builder or kernel is None else lambda: kernel

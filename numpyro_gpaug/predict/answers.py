@@ -204,10 +204,8 @@ class Answers:
         :param of_nodes: whether mixtures may return NaN where their nodes step over
             the peak of a likelihood.
         """
-        fn, message, observed = (
-            self.y(view, fit, site, given=True), view.message(site),
-            self.observed(site),
-        )  # fmt: skip
+        fn, message = self.y(view, fit, site, given=True), view.message(site)
+        observed = self.observed(site)
         check_observed(site, message, "log_prob")
         value = message["value"]
         if observed.correlated:
