@@ -4,8 +4,7 @@ variational inference with the Wasserstein distance between Gaussian measures.""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +15,7 @@ from numpyro.infer.elbo import ELBO
 
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.gaussians.dense import Moments
-from numpyro_gpaug.guides import ConjugateGuide
+from numpyro_gpaug.guides import AutoFunctionSpaceGP, AutoSparseGP, ConjugateGuide
 from numpyro_gpaug.guides.base import ProcessGuide
 from numpyro_gpaug.guides.function_posterior import (
     Fit,
@@ -38,12 +37,28 @@ BOUNDS = ("exact", "augmented")
 
 
 class _ProcessELBO(ELBO):
-    """A loss whose particles are draws of the latents of the other autoguide."""
+    """A loss: a penalty on the posterior, minus the expected log-likelihood. Its
+    particles are draws of the latents of the other autoguide.
 
-    def _particle(
-        self, params: Values, model: Model, guide: Model, args: Any, kwargs: Any
-    ) -> Callable[[Array], Array]:
-        """Return the loss of one particle, as a function of a random key."""
+    :cvar bound: ``"exact"`` or ``"augmented"``, of the expected log-likelihood.
+    :cvar guides: the class of the guides whose parts are read, not drawn.
+    """
+
+    bound = "exact"
+    guides: ClassVar[type[ProcessGuide]] = ProcessGuide
+
+    def _read(self, model: Model, guide: Any, args: Any, kwargs: Any) -> Structure:
+        """Return the structure of the model. Raise for guides of another kind."""
+        raise NotImplementedError
+
+    def _penalty(self, view: Any, fit: Fit, posterior: Any, key: Array) -> Any:
+        """Return the penalty.
+
+        :param view: the view of the model.
+        :param fit: the params and moments of the guide.
+        :param posterior: the function values under these.
+        :param key: random key.
+        """
         raise NotImplementedError
 
     @precise
@@ -52,12 +67,37 @@ class _ProcessELBO(ELBO):
         rng_key: Array,
         param_map: Values,
         model: Model,
-        guide: Model,
+        guide: Any,
         *args: Any,
         **kwargs: Any,
     ) -> Values:
         """Return the loss; mutable state is not supported."""
-        particle = self._particle(param_map, model, guide, args, kwargs)
+        structure = self._read(model, guide, args, kwargs)
+        arguments, ours = Arguments.split(args, kwargs), isinstance(guide, self.guides)
+        posterior: Any = guide.function_posterior if ours else InducingPosterior()
+        seen, drawing = (guide.view, guide.draw_others) if ours else (ModelView, guide)
+
+        def particle(key: Array) -> Array:
+            guide_key, model_key, penalty_key = random.split(key, 3)
+            trace = drawn(drawing, guide_key, param_map, args, kwargs)
+            if ours:
+                moments = guide.moments(guide.split_params(param_map)[1])
+            else:
+                moments = {b.name: _block_moments(trace, b) for b in structure.blocks}
+            names = *structure.others, *(k for k in structure.plates if k in trace)
+            values = param_map | {k: trace[k]["value"] for k in names}
+            if structure.subsampled:
+                # Drawn once: all runs of the model then use the same batch.
+                filled, flat = structure.zeros | values, flat_functions(model)
+                run = run_model(flat, arguments, model_key, filled)
+                values |= {name: run[name]["value"] for name in structure.subsampled}
+            view = seen(structure, model, arguments, values, model_key)
+            fit = Fit(view.values, moments, posterior.factors(view))
+            at = posterior.marginals(view, fit)
+            bound = view.expected_log_likelihood(at, self.bound)
+            bound = bound + other_terms(view, trace)
+            return self._penalty(view, fit, posterior, penalty_key) - bound
+
         if self.num_particles == 1:
             return {"loss": particle(rng_key), "mutable_state": None}
         keys = random.split(rng_key, self.num_particles)
@@ -98,6 +138,8 @@ class TraceAnalytic_ELBO(_ProcessELBO):
     True
     """
 
+    guides = ConjugateGuide
+
     def __init__(self, bound: str = "exact", num_particles: int = 1) -> None:
         if bound not in BOUNDS:
             raise ValueError(f"bound must be one of {BOUNDS}, got {bound!r}")
@@ -120,42 +162,22 @@ class TraceAnalytic_ELBO(_ProcessELBO):
             structure = inspect_model(model, *args, **kwargs)
         return {site.name: site.route for site in structure.observed}
 
-    def _particle(
-        self, params: Values, model: Model, guide: Model, args: Any, kwargs: Any
-    ) -> Callable[[Array], Array]:
+    def _read(self, model: Model, guide: Any, args: Any, kwargs: Any) -> Structure:
         arguments = Arguments.split(args, kwargs)
-        ours = guide if isinstance(guide, ConjugateGuide) else None
-        seen: Callable[..., Any] = ModelView
-        if ours is not None:
-            ours.setup(*args, **kwargs)
-            seen = ours.view
-        if ours is not None and model is ours.model:
-            structure = ours.structure_at(arguments).unturned
+        if not isinstance(guide, ConjugateGuide):
+            structure = inspect_model(model, *args, **kwargs)
+        elif guide.setup(*args, **kwargs).model is model:
+            structure = guide.structure_at(arguments).unturned
         else:
-            read = inspect_model if ours is None else ours.read
-            structure = read(model, *args, **kwargs)
+            structure = guide.read(model, *args, **kwargs)
         check_observed(model, structure, arguments)
+        return structure
 
-        def particle(key: Array) -> Array:
-            guide_key, model_key = random.split(key)
-            function_posterior: Any = InducingPosterior()
-            if ours is not None:
-                moments = ours.moments(ours.split_params(params)[1])
-                function_posterior = ours.function_posterior
-                trace = drawn(ours.draw_others, guide_key, params, args, kwargs)
-            else:
-                trace = drawn(guide, guide_key, params, args, kwargs)
-                moments = {b.name: _block_moments(trace, b) for b in structure.blocks}
-            view = _view_at(structure, model, arguments, params, trace, model_key, seen)
-            fit = Fit(view.values, moments, function_posterior.factors(view))
-            at = function_posterior.marginals(view, fit)
-            total = view.expected_log_likelihood(at, self.bound)
-            for block in structure.blocks:
-                kl = function_posterior.divergence(view, fit, block)
-                total = total - kl * view.block_scale(block)
-            return -(total + other_terms(view, trace))
-
-        return particle
+    def _penalty(self, view: Any, fit: Fit, posterior: Any, key: Array) -> Any:
+        return sum(
+            posterior.divergence(view, fit, block) * view.block_scale(block)
+            for block in view.structure.blocks
+        )
 
 
 def _block_moments(guide_trace: Trace, block: Block) -> Moments:
@@ -174,28 +196,6 @@ def drawn(guide: Model, key: Array, params: Values, args: Any, kwargs: Any) -> T
     with handlers.seed(rng_seed=key):
         substituted = handlers.substitute(guide, data=params)
         return handlers.trace(substituted).get_trace(*args, **kwargs)
-
-
-def _view_at(
-    structure: Structure,
-    model: Model,
-    arguments: Arguments,
-    params: Values,
-    guide_trace: Trace,
-    key: Array,
-    seen: Callable[..., Any] = ModelView,
-) -> Any:
-    """Return the view of the model by its guide, at params, other latents that a guide
-    drew, and one batch."""
-    plates = [name for name in structure.plates if name in guide_trace]
-    drawn = {k: guide_trace[k]["value"] for k in (*structure.others, *plates)}
-    values = {**params, **drawn}
-    if structure.subsampled:
-        # Drawn once: all runs of the model in a step then use the same batch.
-        filled = {**structure.zeros, **values}
-        trace = run_model(flat_functions(model), arguments, key, filled)
-        values |= {name: trace[name]["value"] for name in structure.subsampled}
-    return seen(structure, model, arguments, values, key)
 
 
 def other_terms(view: Any, guide_trace: Trace) -> Array | float:
@@ -307,46 +307,26 @@ class TraceWasserstein_ELBO(_ProcessELBO):
         self.num_points = num_points
         super().__init__(num_particles=num_particles)
 
-    def _particle(
-        self, params: Values, model: Model, guide: Model, args: Any, kwargs: Any
-    ) -> Callable[[Array], Array]:
-        if not isinstance(guide, ProcessGuide):
+    def _read(self, model: Model, guide: Any, args: Any, kwargs: Any) -> Structure:
+        if not isinstance(guide, AutoFunctionSpaceGP | AutoSparseGP):
             raise TypeError(
                 f"the guide is a {type(guide).__name__}. The distance needs the "
                 "mean and covariance functions of an AutoFunctionSpaceGP or "
                 "AutoSparseGP"
             )
-        arguments = Arguments.split(args, kwargs)
         structure = guide.setup(*args, **kwargs).structure
         if weights := [b.name for b in structure.weights]:
             raise ValueError(
                 f"the guide owns the weights {weights}, which are not a process. "
                 "Use AutoFunctionSpaceGP, which gives them to its other autoguide"
             )
-        structure = structure_at(model, structure, arguments)
-        moments = guide.moments(guide.split_params(params)[1])
+        return structure_at(model, structure, Arguments.split(args, kwargs))
 
-        def particle(key: Array) -> Array:
-            guide_key, model_key, points_key = random.split(key, 3)
-            trace = drawn(guide.draw_others, guide_key, params, args, kwargs)
-            view = _view_at(structure, model, arguments, params, trace, model_key)
-            fit = Fit({**params, **view.values}, moments)
-            at = guide.function_posterior.marginals(view, fit)
-            bound = view.expected_log_likelihood(at, "exact")
-            bound = bound + other_terms(view, trace)
-            return self._distance(view, guide, fit, points_key) - bound
-
-        return particle
-
-    def _distance(
-        self, view: ModelView, guide: ProcessGuide, fit: Fit, key: Array
-    ) -> Array | float:
-        """Return the weighted distances of all processes, summed over latents."""
+    def _penalty(self, view: Any, fit: Fit, posterior: Any, key: Array) -> Any:
         total: Array | float = 0.0
         for block in view.structure.blocks:
             f = view.conditional(block)
-            fitted = guide.function_posterior.measure(f, fit, block)
-            measures = prior_measure(f.gp), fitted
+            measures = prior_measure(f.gp), posterior.measure(f, fit, block)
             rows = f.X.shape[0]
             if rows <= self.num_points:
                 chosen = f.X
