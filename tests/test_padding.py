@@ -281,7 +281,7 @@ def test_integrated_hyperparameters_with_added_rows() -> None:
     for num in (12, 15):
         X, y = data(num)
         nested.run(KEY, X, y, inducing=INDUCING)
-    assert nested._run_on().num_rows == 64
+    assert nested._run.data.num_rows == 64
     same = np.subtract.outer(*2 * [np.int32(np.abs(X[:, 1]) * 10) % 4]) == 0
     taus = np.linspace(0.005, 5, 1000)
     logs = [

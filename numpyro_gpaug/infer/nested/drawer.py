@@ -21,7 +21,6 @@ from numpyro_gpaug.infer.nested.group_draws import (
     group_of_terms,
     may_part,
 )
-from numpyro_gpaug.infer.nested.hyperparameters import Hyperparameters
 from numpyro_gpaug.infer.nested.known import KNOWN, Known
 from numpyro_gpaug.infer.nested.programs import (
     ENOUGH,
@@ -75,25 +74,6 @@ def generator(key: Array, stream: int) -> np.random.Generator:
     return np.random.default_rng([stream, *np.asarray(random.key_data(key)).ravel()])
 
 
-def prior_draws(
-    hyper: Hyperparameters, data: Arguments, num: int, rng: np.random.Generator
-) -> np.ndarray:
-    """Draw from the prior, unconstrained, (n, size). There are no draws if the prior is
-    improper, or if most draws overflow.
-
-    :param hyper: the hyperparameters.
-    :param data: the model's arguments.
-    :param num: the number of draws, of which finite ones are kept.
-    :param rng: random numbers.
-    """
-    try:
-        found = hyper.prior_draws(data, num, rng)
-    except NotImplementedError:
-        return np.zeros((0, hyper.size))
-    found = found[np.isfinite(found).all(-1)]
-    return found if len(found) > 0.6 * num else found[:0]
-
-
 class Points(NamedTuple):
     """Draws at points of the hyperparameters, in double precision; every array has a
     leading axis of points.
@@ -118,12 +98,6 @@ class Points(NamedTuple):
     squares: np.ndarray
     sites: dict[str, Any]
     corner: np.ndarray
-
-
-def _empty(num: int, part: np.ndarray) -> np.ndarray:
-    """Return room for as many points as given, whose arrays are like those of a
-    part."""
-    return np.empty((num, *part.shape[1:]), part.dtype)
 
 
 class _Gaussians:
@@ -413,7 +387,9 @@ class Drawer:
             if not kept:
                 part = part._replace(z=part.z[..., :0], sites={})
             if whole is None:
-                whole = jax.tree.map(partial(_empty, len(points)), part)
+                whole = jax.tree.map(
+                    lambda x: np.empty((len(points), *x.shape[1:]), x.dtype), part
+                )
             for into, new in zip(*map(jax.tree.leaves, (whole, part)), strict=True):
                 into[here] = new
 
@@ -455,11 +431,9 @@ class Drawer:
         programs, num = self.programs, len(points)
         size = programs.chunk, programs.num_draws // self.alike, self.latents
         noise = self._rng.standard_normal(size, programs.structure.dtype)
-        apart: tuple[np.ndarray, ...] = ()
-        if self.apart is not None:
-            uniform = self.apart.uniform(self._rng, size[0], noise.dtype)
-            apart = uniform, self.shift.astype(noise.dtype)
-        drawn = self._drawn(points, gaussians, noise, widths, apart)
+        apart = self.apart and self.apart.uniform(self._rng, size[0], noise.dtype)
+        draw = partial(self._drawn, points, gaussians, noise, widths, apart)
+        drawn = draw()
         unlike = self._unlike(drawn, gaussians)
         bounds = np.stack([gaussian.bound for gaussian in gaussians])
         # The factors found are those of one more update, which may go too far.
@@ -468,7 +442,7 @@ class Drawer:
             for gaussian in gaussians:
                 known = gaussian.known
                 gaussian.rows[broken] = known.without_negative(gaussian.rows[broken])
-            drawn = self._drawn(points, gaussians, noise, widths, apart)
+            drawn = draw()
         failed = ~np.isfinite(bounds).all(0)
         total, lost, log_det, log_prior = (
             np.asarray(x, float)
@@ -511,15 +485,14 @@ class Drawer:
         points: np.ndarray,
         gaussians: list[_Gaussians],
         noise: np.ndarray,
-        widths: Any,
-        apart: tuple[np.ndarray, ...],
+        widths: np.ndarray,
+        uniform: np.ndarray | None,
     ) -> Drawn:
         """Draw at the points of one chunk, padded to the shape of the others.
 
         :param noise: standard normal numbers; with groups that are weighted separately,
             of the border, like ``widths``.
-        :param apart: with such groups, the uniform numbers of their candidates, and the
-            shift of the border.
+        :param uniform: with such groups, the uniform numbers of their candidates.
         """
         programs, data, num = self.programs, self.data, len(points)
         filled = np.minimum(np.arange(programs.chunk), num - 1)
@@ -530,20 +503,18 @@ class Drawer:
             factors = jax.tree.map(lambda *x: np.stack(x, 1), *each)
             chosen = self._rng.choice(len(each), noise.shape[:2], p=self._shares)
             shares = np.log(self._shares).astype(noise.dtype)
-            drawn = programs.draw_mixed(
-                points, factors, chosen, *numbers, shares, data, num
-            )
+            mixed = points, factors, chosen, *numbers
+            drawn = programs.draw_mixed(mixed, num, data, shares)
         elif self.apart is not None:
-            drawn = programs.draw_apart(
-                points, each[0], *numbers, *apart, self.apart.group, data, num
-            )
+            shift = self.shift.astype(noise.dtype)
+            own = points, each[0], *numbers, uniform
+            drawn = programs.draw_apart(own, num, data, shift, self.apart.group)
         elif self.moves:
             seeds = self._rng.integers(2**31, size=len(points)).astype(np.int32)
-            drawn = programs.draw_annealed(
-                points, each[0], *numbers, self.moves, seeds, data, num
-            )
+            own = points, each[0], *numbers, seeds
+            drawn = programs.draw_annealed(own, num, data, self.moves)
         else:
-            drawn = programs.draw(points, each[0], *numbers, data, num)
+            drawn = programs.draw((points, each[0], *numbers), num, data)
         return jax.tree.map(lambda x: np.asarray(x)[:num], drawn)
 
     def _find(self, gaussians: _Gaussians, places: np.ndarray) -> None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -117,8 +117,8 @@ def corrected(
         f"weighted draws; largest r-hat {rhat:.2f}, {diverging} divergences. The "
         "evidence is from the weighted draws, and is not reliable"
     )
-    kept = {f.name: getattr(run, f.name) for f in fields(Run)}
-    kept |= {"num_chains": CHAINS, "correction": said}
-    return Corrected(
-        **kept, chain_points=np.asarray(points, float), chain_z=np.asarray(z)
-    )
+    kept = vars(run) | {
+        "num_chains": CHAINS, "correction": said,
+        "chain_points": np.asarray(points, float), "chain_z": np.asarray(z),
+    }  # fmt: skip
+    return Corrected(**kept)

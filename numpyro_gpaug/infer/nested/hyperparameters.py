@@ -190,15 +190,20 @@ class Hyperparameters:
     def prior_draws(
         self, data: Arguments, num: int, rng: np.random.Generator
     ) -> np.ndarray:
-        """Draw unconstrained values from the prior, (num, size).
+        """Draw unconstrained values from the prior, (n, size). There are no draws if
+        the prior is improper, or if most draws overflow.
 
         :param data: the model's arguments.
-        :param num: number of draws.
+        :param num: the number of draws, of which finite ones are kept.
         :param rng: random numbers.
-        :raises NotImplementedError: for an improper prior.
         """
         numbers = rng.integers(2**32, size=(num, 2), dtype=np.uint32)
-        return np.asarray(self._draws(data, numbers), float)
+        try:
+            found = np.asarray(self._draws(data, numbers), float)
+        except NotImplementedError:
+            return np.zeros((0, self.size))
+        found = found[np.isfinite(found).all(-1)]
+        return found if len(found) > 0.6 * num else found[:0]
 
     def _medians(self, data: Arguments, key: Array) -> Array:
         median = MedianStart(key)

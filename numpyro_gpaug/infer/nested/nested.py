@@ -17,7 +17,7 @@ from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.errors import CholeskyError
 from numpyro_gpaug.infer.nested.bound import CollapsedBound
 from numpyro_gpaug.infer.nested.collapse import mixture, of_points, refuse_params
-from numpyro_gpaug.infer.nested.drawer import generator, prior_draws
+from numpyro_gpaug.infer.nested.drawer import generator
 from numpyro_gpaug.infer.nested.draws import FIRST, Run, integrated, sampled
 from numpyro_gpaug.infer.nested.fallback import corrected
 from numpyro_gpaug.infer.nested.group_draws import draws_at, may_part
@@ -307,7 +307,7 @@ class NestedVI(
             programs.axes(arguments, labels)
         with clock.part("prior"):
             hyper, num = programs.hyper, FIRST + self.num_points
-            prior = prior_draws(hyper, arguments, num, generator(rng_key, 0))
+            prior = hyper.prior_draws(arguments, num, generator(rng_key, 0))
             start = _start(hyper, init_params, arguments, prior)
         if not 0 < hyper.size <= FEW:
             # NUTS on the collapsed model would be NUTS on the model itself.
@@ -446,7 +446,8 @@ class NestedVI(
         :raises ValueError: if hyperparameters are computed from a positional argument,
             which changes at prediction.
         """
-        run, arguments, labels = self._known(), self._run_on(), self._labels
+        run, labels = self._known(), self._labels
+        arguments = run.data
 
         def at(num: int) -> Posterior:
             with run.programs.version.running():
@@ -516,11 +517,7 @@ class NestedVI(
 
         :raises RuntimeError: before a run.
         """
-        return self._run_on().counted()
-
-    def _run_on(self) -> Arguments:
-        """Return the arguments of the last run, possibly with added rows."""
-        return self._known().data
+        return self._known().data.counted()
 
     @property
     def latents(self) -> tuple[str, ...]:

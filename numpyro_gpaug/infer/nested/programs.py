@@ -32,7 +32,7 @@ from numpyro_gpaug.infer.nested.group_draws import GroupDraws, weigh_groups
 from numpyro_gpaug.infer.nested.hyperparameters import Hyperparameters, compiled
 from numpyro_gpaug.likelihoods.expectations import stable_log_prob
 from numpyro_gpaug.math.arrays import in_blocks
-from numpyro_gpaug.math.compiling import SMALL, jit
+from numpyro_gpaug.math.compiling import SMALL, jit, jit_for_few_runs
 from numpyro_gpaug.math.importance import compensated_sum
 from numpyro_gpaug.model.arguments import Arguments, Values
 from numpyro_gpaug.model.closures import watched
@@ -150,16 +150,16 @@ class Programs:
         # Numerous evaluations pay for the time to compile.
         quick = densities(self.structure) * EVALUATIONS < SMALL
         settling = partial(jit, small=SMALL if quick else 0)
-        self._settle = compiled(self._evaluate, settling)
+        self._settle = self._mapped(self._evaluate, settling)
         ways = self._draw, self._draw_annealed, self._draw_apart, self._draw_mixed
         self.draw, self.draw_annealed, self.draw_apart, self.draw_mixed = (
-            compiled(way, jit) for way in ways
+            self._mapped(way, jit) for way in ways
         )
         self._terms = compiled(self._terms_at)
         self.from_white = compiled(self._from_white)
         self.factors_at = compiled(self._factors_at)
         self.drawn = compiled(self._drawn)
-        self._at_draws = compiled(self._sites)
+        self._at_draws = self._mapped(self._sites, jit_for_few_runs)
 
     @one_thread
     def axes(self, data: Arguments, labels: Labels) -> dict[str, tuple[str, ...]]:
@@ -181,17 +181,14 @@ class Programs:
                 self._axes[key] = labelled_axes(view, data, names, labels)
         return self._axes[key]
 
+    @one_thread
     def no_start(self, data: Arguments) -> Start:
         """Return a start for the first evaluation."""
         if self._no_start is None:
-            self._no_start = self._zeros(data)
+            shapes = self.bound.shapes(self.hyper.shapes, data)
+            zeros = jax.tree.map(lambda s: np.zeros((1, *s.shape), s.dtype), shapes)
+            self._no_start = Start(zeros, np.zeros(1, bool))
         return self._no_start
-
-    @one_thread
-    def _zeros(self, data: Arguments) -> Start:
-        shapes = self.bound.shapes(self.hyper.shapes, data)
-        zeros = jax.tree.map(lambda s: np.zeros((1, *s.shape), s.dtype), shapes)
-        return Start(zeros, np.zeros(1, bool))
 
     def evaluate(
         self,
@@ -216,50 +213,34 @@ class Programs:
             tolerance = TOLERANCE if gradient else ENOUGH
         points, num = np.asarray(points, self.hyper.dtype), len(points)
         if num == self.batch or (num == 1 and jax.default_backend() != "cpu"):
-            return self._settle(points, start, data, tolerance, gradient, num)
+            return self._settle((points, start), num, data, tolerance, gradient)
         # The last point fills the batch.
         places = np.minimum(np.arange(self.batch), num - 1)
-        points, start = jax.tree.map(lambda x: x[places], (points, start))
-        found = self._settle(points, start, data, tolerance, gradient, num)
+        filled = jax.tree.map(lambda x: x[places], (points, start))
+        found = self._settle(filled, num, data, tolerance, gradient)
         return jax.tree.map(lambda x: np.asarray(x)[:num], found)
 
     def _evaluate(
-        self,
-        points: Array,
-        start: Start,
-        data: Arguments,
-        tolerance: Any,
-        asked: Any,
-        num: Any,
+        self, point: Array, start: Start, data: Arguments, tolerance: Any, asked: Any
     ) -> Evaluated:
-        """Find the Gaussians at the first points, see :meth:`evaluate`.
+        """Find the Gaussian at a point, see :meth:`evaluate`.
 
-        :param asked: whether gradients are computed.
-        :param num: the number of these points.
+        :param asked: whether the gradient is computed.
         """
+        both = jax.vjp(lambda u: self.hyper.values(u, data), point)
+        (values, log_prior), pull = both
+        bound, ascend, found = self.bound.with_pullback(values, data, start, tolerance)
 
-        def one(each: tuple[Array, Start]) -> Evaluated:
-            point, start = each
-            both = jax.vjp(lambda u: self.hyper.values(u, data), point)
-            (values, log_prior), pull = both
-            bound, ascend, found = self.bound.with_pullback(
-                values, data, start, tolerance
-            )
+        def ascent() -> Array:
+            gradient = ascend()
+            moved = {k: jnp.asarray(gradient[k], x.dtype) for k, x in values.items()}
+            return pull((moved, jnp.ones_like(log_prior)))[0]
 
-            def ascent() -> Array:
-                gradient = ascend()
-                moved = {
-                    k: jnp.asarray(gradient[k], x.dtype) for k, x in values.items()
-                }
-                return pull((moved, jnp.ones_like(log_prior)))[0]
-
-            ascended = lax.cond(asked, ascent, lambda: jnp.zeros_like(point))
-            return Evaluated(
-                bound, log_prior, ascended, found.evaluation.rise, values,
-                found.factors, found.moments,
-            )  # fmt: skip
-
-        return self._each(one, (points, start), num)
+        ascended = lax.cond(asked, ascent, lambda: jnp.zeros_like(point))
+        return Evaluated(
+            bound, log_prior, ascended, found.evaluation.rise, values, found.factors,
+            found.moments,
+        )  # fmt: skip
 
     def terms(
         self, point: np.ndarray, factors: Any, noise: np.ndarray, data: Arguments
@@ -397,49 +378,36 @@ class Programs:
         return z, white, -0.5 * jnp.square(white)
 
     def _draw(
-        self,
-        points: Array,
-        factors: Any,
-        noise: Array,
-        widths: Array,
-        data: Arguments,
-        num: Any,
+        self, point: Array, factors: Any, noise: Array, widths: Array, data: Arguments
     ) -> Drawn:
-        """Draw the latents.
+        """Draw the latents at a point.
 
-        :param points: unconstrained hyperparameters, (n, d).
-        :param factors: factors of the Gaussian at each point.
-        :param noise: standard normal numbers, (n, draws, size).
-        :param widths: factors by which draws are wider than the Gaussian, (n, draws).
+        :param point: unconstrained hyperparameters, (d,).
+        :param factors: factors of the Gaussian.
+        :param noise: standard normal numbers, (draws, size).
+        :param widths: factors by which draws are wider than the Gaussian, (draws,).
         :param data: the model's arguments.
-        :param num: the number of points at the beginning whose draws are needed.
         """
+        log_prior, view, log_terms = self._at(point, data)
+        q = moments_given(factors, view)
+        _, white, prior = self._drawn_latents(view, q, widths[:, None] * noise)
 
-        def one(each: Any) -> Drawn:
-            point, factors, noise, widths = each
-            log_prior, view, log_terms = self._at(point, data)
-            q = moments_given(factors, view)
-            _, white, prior = self._drawn_latents(view, q, widths[:, None] * noise)
+        def weighed(*draw: Array) -> tuple[Any, ...]:
+            *sums, trace = _weighed(log_terms, *draw)
+            return *sums, self._kept(trace)
 
-            def weighed(*draw: Array) -> tuple[Any, ...]:
-                *sums, trace = _weighed(log_terms, *draw)
-                return *sums, self._kept(trace)
-
-            found = jax.vmap(weighed)(white, prior, noise, widths)
-            return Drawn(log_prior, white, q.log_det[0] + view.prior.log_det, *found)
-
-        return self._each(one, (points, factors, noise, widths), num)
+        found = jax.vmap(weighed)(white, prior, noise, widths)
+        return Drawn(log_prior, white, q.log_det[0] + view.prior.log_det, *found)
 
     def _draw_annealed(
         self,
-        points: Array,
+        point: Array,
         factors: Any,
         noise: Array,
         widths: Array,
-        moves: Array,
-        seeds: Array,
+        seed: Array,
         data: Arguments,
-        num: Any,
+        moves: Array,
     ) -> Drawn:
         """Draw like :meth:`_draw`, and move the draws towards the posterior: annealed
         importance sampling (Neal, 2001).
@@ -448,150 +416,147 @@ class Programs:
         times ``exp(w t / (T + 1))`` unchanged (:func:`.annealing.hamiltonian`). The
         log-weight of the result is the mean of those of all T + 1 states.
 
+        :param seed: the seed of the moves.
         :param moves: T.
-        :param seeds: seeds of the moves, (n,).
         """
+        log_prior, view, log_terms = self._at(point, data)
+        q = moments_given(factors, view)
 
-        def one(each: Any) -> Drawn:
-            point, factors, noise, widths, seed = each
-            log_prior, view, log_terms = self._at(point, data)
-            q = moments_given(factors, view)
+        def log_weight(noise: Array, width: Array) -> tuple[Array, Any]:
+            _, white, prior = self._drawn_latents(view, q, (width * noise)[None])
+            draw = white[0], prior[0], noise, width
+            total, lost, _ = _weighed(log_terms, *draw)
+            return total, (lost, white[0])
 
-            def log_weight(noise: Array, width: Array) -> tuple[Array, Any]:
-                _, white, prior = self._drawn_latents(view, q, (width * noise)[None])
-                draw = white[0], prior[0], noise, width
-                total, lost, _ = _weighed(log_terms, *draw)
-                return total, (lost, white[0])
+        def weigh(noise: Array, width: Array) -> State:
+            both = jax.value_and_grad(log_weight, has_aux=True)(noise, width)
+            (total, (lost, white)), slope = both
+            return State(noise, total, lost, slope, white)
 
-            def weigh(noise: Array, width: Array) -> State:
-                both = jax.value_and_grad(log_weight, has_aux=True)(noise, width)
-                (total, (lost, white)), slope = both
-                return State(noise, total, lost, slope, white)
+        def moved(key: Array, power: Array, at: State, width: Array) -> State:
+            return hamiltonian(key, power, at, lambda noise: weigh(noise, width))
 
-            def moved(key: Array, power: Array, at: State, width: Array) -> State:
-                return hamiltonian(key, power, at, lambda noise: weigh(noise, width))
+        def move(t: Array, carry: Any) -> Any:
+            at, rises = carry
+            key = random.fold_in(random.key(seed), t)
+            power = jnp.asarray((t + 1) / (moves + 1), noise.dtype)
+            keys = random.split(key, len(noise))
+            at = jax.vmap(moved, (0, None, 0, 0))(keys, power, at, widths)
+            # A weight of zero stays zero.
+            rise = jnp.where(jnp.isfinite(first.total), at.rise_from(first), 0)
+            return at, rises + rise
 
-            def move(t: Array, carry: Any) -> Any:
-                at, rises = carry
-                key = random.fold_in(random.key(seed), t)
-                power = jnp.asarray((t + 1) / (moves + 1), noise.dtype)
-                keys = random.split(key, len(noise))
-                at = jax.vmap(moved, (0, None, 0, 0))(keys, power, at, widths)
-                # A weight of zero stays zero.
-                rise = jnp.where(jnp.isfinite(first.total), at.rise_from(first), 0)
-                return at, rises + rise
-
-            first = jax.vmap(weigh)(noise, widths)
-            none = jnp.zeros_like(first.total)
-            last, rises = lax.fori_loop(0, moves, move, (first, none))
-            sites = jax.vmap(lambda white: self._kept(log_terms(white)[1]))(last.white)
-            lost = first.lost + rises / (moves + 1)
-            log_det = q.log_det[0] + view.prior.log_det
-            return Drawn(log_prior, last.white, log_det, first.total, lost, sites)
-
-        return self._each(one, (points, factors, noise, widths, seeds), num)
+        first = jax.vmap(weigh)(noise, widths)
+        none = jnp.zeros_like(first.total)
+        last, rises = lax.fori_loop(0, moves, move, (first, none))
+        sites = jax.vmap(lambda white: self._kept(log_terms(white)[1]))(last.white)
+        lost = first.lost + rises / (moves + 1)
+        log_det = q.log_det[0] + view.prior.log_det
+        return Drawn(log_prior, last.white, log_det, first.total, lost, sites)
 
     def _draw_apart(
         self,
-        points: Array,
+        point: Array,
         factors: Any,
         noise: Array,
         widths: Array,
         uniform: Array,
-        shift: Array,
-        group: Array,
         data: Arguments,
-        num: Any,
+        shift: Array,
+        group: Any,
     ) -> Drawn:
         """Draw like :meth:`_draw`, with
         :func:`~numpyro_gpaug.infer.nested.group_draws.weigh_groups`.
 
-        :param noise: standard normal numbers, (n, corners, K).
-        :param widths: widths, (n, corners).
-        :param uniform: uniform numbers, (n, corners, G, R + 1).
+        :param noise: standard normal numbers, (corners, K).
+        :param widths: widths, (corners,).
+        :param uniform: uniform numbers, (corners, G, R + 1).
         :param shift: shift of the border, (K,).
         :param group: the groups of the terms.
         """
-        traced: Any = group
-        form = self.structure.form
-        how = GroupDraws(form.independent, traced, uniform.shape[1])
-        number = self.num_draws // how.corners
-
-        def one(each: Any) -> Drawn:
-            point, factors, *numbers = each
-            log_prior, view, log_terms = self._at(point, data)
-            q, prior = moments_given(factors, view), cast(GroupsPrior, view.prior)
-            # Latents of structures with groups are whitened.
-            z, *sums = weigh_groups(
-                how, number, form, q, prior, lambda z: log_terms(z)[0],
-                lambda z: self._kept(log_terms(z)[1]), shift, *numbers,
-            )  # fmt: skip
-            return Drawn(log_prior, z, q.log_det[0] + prior.log_det, *sums)
-
-        return self._each(one, (points, factors, noise, widths, uniform), num)
+        log_prior, view, log_terms = self._at(point, data)
+        form, corners = self.structure.form, len(uniform)
+        how = GroupDraws(form.independent, group, corners)
+        q, prior = moments_given(factors, view), cast(GroupsPrior, view.prior)
+        # Latents of structures with groups are whitened.
+        z, *sums = weigh_groups(
+            how, self.num_draws // corners, form, q, prior, lambda z: log_terms(z)[0],
+            lambda z: self._kept(log_terms(z)[1]), shift, noise, widths, uniform,
+        )  # fmt: skip
+        return Drawn(log_prior, z, q.log_det[0] + prior.log_det, *sums)
 
     def _draw_mixed(
         self,
-        points: Array,
+        point: Array,
         factors: Any,
         chosen: Array,
         noise: Array,
         widths: Array,
-        log_shares: Array,
         data: Arguments,
-        num: Any,
+        log_shares: Array,
     ) -> Drawn:
-        """Draw like :meth:`_draw` from mixtures of Gaussians. The density of a Gaussian
-        at draws of another follows from its factors: it is the density of the prior
-        times theirs, up to a constant.
+        """Draw like :meth:`_draw` from a mixture of Gaussians. The density of a
+        Gaussian at draws of another follows from its factors: it is the density of the
+        prior times theirs, up to a constant.
 
-        :param factors: factors of all Gaussians at each point, (n, modes, ...).
-        :param chosen: the Gaussian of each draw, (n, draws).
+        :param factors: factors of all Gaussians, (modes, ...).
+        :param chosen: the Gaussian of each draw, (draws,).
         :param log_shares: logarithms of the shares of the draws, (modes,).
         """
         modes, size = len(log_shares), self.structure.form.rank
+        log_prior, view, log_terms = self._at(point, data)
+        map_, prior = view.maps()[JOINT], view.prior
+        parts = [jax.tree.map(lambda x, k=k: x[k], factors) for k in range(modes)]
+        qs = [moments_given(part, view) for part in parts]
+        # The first draw of each Gaussian is its mean.
+        moved = jnp.pad(widths[:, None] * noise, [(1, 0), (0, 0)])
+        drawn = [self._drawn_latents(view, q, moved) for q in qs]
+        means = [[x[0] for x in each] for each in drawn]
+        z, white, own = (
+            jnp.stack(x)[chosen, 1 + jnp.arange(len(chosen))]
+            for x in zip(*drawn, strict=True)
+        )
 
-        def one(each: Any) -> Drawn:
-            point, factors, chosen, noise, widths = each
-            log_prior, view, log_terms = self._at(point, data)
-            map_, prior = view.maps()[JOINT], view.prior
-            parts = [jax.tree.map(lambda x, k=k: x[k], factors) for k in range(modes)]
-            qs = [moments_given(part, view) for part in parts]
-            # The first draw of each Gaussian is its mean.
-            moved = jnp.pad(widths[:, None] * noise, [(1, 0), (0, 0)])
-            drawn = [self._drawn_latents(view, q, moved) for q in qs]
-            means = [[x[0] for x in each] for each in drawn]
-            z, white, own = (
-                jnp.stack(x)[chosen, 1 + jnp.arange(len(chosen))]
-                for x in zip(*drawn, strict=True)
-            )
+        def log_density(part: Any, z: Array, own: Array) -> Array:
+            return log_factors(map_, part, z[None]) + own.sum()
 
-            def log_density(part: Any, z: Array, own: Array) -> Array:
-                return log_factors(map_, part, z[None]) + own.sum()
+        def terms(z: Array, white: Array, own: Array, width: Array) -> tuple[Any, ...]:
+            logs = []
+            for part, q, (mean, _, at_mean) in zip(parts, qs, means, strict=True):
+                fall = log_density(part, z, own) - log_density(part, mean, at_mean)
+                volume = 0.5 * q.log_det[0] + size * jnp.log(width)
+                logs.append(fall / jnp.square(width) - volume)
+            mixed = jax.nn.logsumexp(log_shares + jnp.stack(logs))
+            densities, trace = log_terms(white)
+            rest = jnp.append(own, -mixed)
+            sums = compensated_sum(jnp.concatenate([densities, rest]))
+            return *sums, self._kept(trace)
 
-            def terms(
-                z: Array, white: Array, own: Array, width: Array
-            ) -> tuple[Any, ...]:
-                logs = []
-                for part, q, (mean, _, at_mean) in zip(parts, qs, means, strict=True):
-                    fall = log_density(part, z, own) - log_density(part, mean, at_mean)
-                    volume = 0.5 * q.log_det[0] + size * jnp.log(width)
-                    logs.append(fall / jnp.square(width) - volume)
-                mixed = jax.nn.logsumexp(log_shares + jnp.stack(logs))
-                densities, trace = log_terms(white)
-                rest = jnp.append(own, -mixed)
-                sums = compensated_sum(jnp.concatenate([densities, rest]))
-                return *sums, self._kept(trace)
+        weighed = jax.vmap(terms)(z, white, own, widths)
+        # The weights contain the volumes. This value shows only whether the Gaussians
+        # exist.
+        finite = jnp.stack([0 * q.log_det[0] for q in qs]).sum()
+        return Drawn(log_prior, white, finite + prior.log_det, *weighed)
 
-            weighed = jax.vmap(terms)(z, white, own, widths)
-            # The weights contain the volumes. This value shows only whether the
-            # Gaussians exist.
-            finite = jnp.stack([0 * q.log_det[0] for q in qs]).sum()
-            return Drawn(log_prior, white, finite + prior.log_det, *weighed)
+    def _mapped(
+        self, one: Callable[..., Any], how: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        """Compile a function of one point for several points.
 
-        return self._each(one, (points, factors, chosen, noise, widths), num)
+        :param one: a function of the arrays of a point, and of what all points share.
+        :param how: see :func:`~numpyro_gpaug.infer.nested.hyperparameters.compiled`.
+        :return: a function of the arrays of all points, with a leading axis; of the
+            number of points at the beginning that are needed, ``None`` for all; and of
+            what they share.
+        """
 
-    def _each(self, function: Callable[[Any], Any], draws: Any, num: Any = None) -> Any:
+        def many(each: tuple[Any, ...], num: Any, *shared: Any) -> Any:
+            return self._each(lambda here: one(*here, *shared), each, num)
+
+        many.__name__ = one.__name__
+        return compiled(many, how)
+
+    def _each(self, function: Callable[[Any], Any], draws: Any, num: Any) -> Any:
         """Map a function over draws, on any device.
 
         A CPU takes one after the other, which compiles in half the time and runs as
@@ -688,7 +653,7 @@ class Programs:
         :param z: whitened latents, (n, size).
         :param data: the model's arguments.
         """
-        return self.without_added(self._at_draws(points, z, data), data)
+        return self.without_added(self._at_draws((points, z), None, data), data)
 
     def without_added(self, sites: Values, data: Arguments) -> Values:
         """Return values of sites, (draws, ...), without added rows."""
@@ -701,19 +666,10 @@ class Programs:
             found[name] = jnp.asarray(np.asarray(found[name])[cut])
         return found
 
-    def _sites(self, points: Array, z: Array, data: Arguments) -> Values:
-        """Return values of all sites at draws.
-
-        :param points: points, (n, d).
-        :param z: whitened latents, (n, size).
-        :param data: the model's arguments.
-        """
-
-        def one(draw: tuple[Array, Array]) -> Values:
-            values, _ = self.hyper.values(draw[0], data)
-            return self._latents(self._log_terms(values, draw[1], data)[1])
-
-        return self._each(one, (points, z))
+    def _sites(self, point: Array, white: Array, data: Arguments) -> Values:
+        """Return values of all sites at one draw."""
+        values, _ = self.hyper.values(point, data)
+        return self._latents(self._log_terms(values, white, data)[1])
 
     def log_collapsed(self, point: Array, data: Arguments) -> Array:
         """Return the collapsed log-density of unconstrained hyperparameters, for

@@ -166,6 +166,16 @@ def tempered(log_weights: np.ndarray, least: float) -> np.ndarray:
     return weights
 
 
+def with_points(
+    components: tuple[StudentT, ...], points: np.ndarray, log_weights: np.ndarray
+) -> list[tuple[StudentT, np.ndarray]]:
+    """Return distributions, each with the points that it makes most probable, (n,),
+    without those of weight zero."""
+    nearest = np.argmax([c.log_density(points) for c in components], axis=0)
+    known = np.isfinite(log_weights)
+    return [(c, known & (nearest == i)) for i, c in enumerate(components)]
+
+
 def refined(
     components: tuple[StudentT, ...], points: np.ndarray, log_weights: np.ndarray
 ) -> tuple[tuple[StudentT, ...], tuple[float, ...]]:
@@ -178,14 +188,10 @@ def refined(
     :return: distributions, and their shares.
     """
     d = points.shape[1]
-    nearest = np.argmax(
-        [component.log_density(points) for component in components], axis=0
-    )
     total = special.softmax(log_weights)
     found: list[StudentT] = []
     shares: list[float] = []
-    for i, component in enumerate(components):
-        own = (nearest == i) & np.isfinite(log_weights)
+    for component, own in with_points(components, points, log_weights):
         share = max(float(total[own].sum()), 0.1)
         if own.sum() < 10 * (d + 1):
             found.append(component)

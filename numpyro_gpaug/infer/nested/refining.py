@@ -29,7 +29,12 @@ import numpy as np
 from scipy import special
 
 from numpyro_gpaug.infer.nested.drawer import Drawer, Points
-from numpyro_gpaug.infer.nested.proposal import Proposal, StudentT, tempered
+from numpyro_gpaug.infer.nested.proposal import (
+    Proposal,
+    StudentT,
+    tempered,
+    with_points,
+)
 from numpyro_gpaug.infer.nested.weighted import Weighted
 from numpyro_gpaug.math.importance import log_mean_exp
 
@@ -245,12 +250,8 @@ def moved(
     :param log_weights: log-weights of the points.
     """
     d = points.shape[1]
-    nearest = np.argmax(
-        [component.log_density(points) for component in components], axis=0
-    )
     found, far = [], 0.0
-    for i, component in enumerate(components):
-        own = (nearest == i) & np.isfinite(log_weights)
+    for component, own in with_points(components, points, log_weights):
         if own.sum() >= 10 * (d + 1):
             mean = tempered(log_weights[own], 3.0 * (d + 1)) @ points[own]
             far = max(far, float(np.sqrt(component.distances(mean[None])[0])))

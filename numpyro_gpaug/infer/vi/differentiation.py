@@ -76,23 +76,15 @@ def vjp(fn: Callable[[Any], Any], values: Any) -> tuple[Any, Callable[[Floats], 
     :param fn: a function from a pytree to any pytree.
     :param values: the point.
     """
-    rest: list[Any] = []
-
     inputs, rebuild = split_floats(values)
 
-    def outputs(inputs: Floats) -> tuple[Floats, list[Any]]:
-        leaves, treedef = jax.tree.flatten(fn(rebuild(inputs)))
-        floating = list(map(is_float, leaves))
-        rest[:] = [treedef, floating]
-        floats = tuple(jnp.asarray(x) for x in leaves if is_float(x))
-        return floats, [x for x in leaves if not is_float(x)]
+    def outputs(inputs: Floats) -> tuple[Floats, Any]:
+        value = fn(rebuild(inputs))
+        return split_floats(value)[0], value
 
-    floats, pull, others = jax.vjp(outputs, inputs, has_aux=True)
-    treedef, floating = rest
-    given, static = iter(floats), iter(others)
-    leaves = [next(given) if moves else next(static) for moves in floating]
+    _, pull, value = jax.vjp(outputs, inputs, has_aux=True)
 
     def pullback(slopes: Floats) -> Any:
         return with_zeros(pull(slopes)[0], values)
 
-    return jax.tree.unflatten(treedef, leaves), pullback
+    return value, pullback

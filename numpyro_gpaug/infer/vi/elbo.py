@@ -24,7 +24,7 @@ from numpyro_gpaug.guides.function_posterior import (
     prior_measure,
 )
 from numpyro_gpaug.guides.sparse_gp import moments_of, with_latent_axis
-from numpyro_gpaug.math.linalg import default_jitter, one_by_one, precise
+from numpyro_gpaug.math.linalg import default_jitter, diagonal, one_by_one, precise
 from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.expectation import scaled_sum
 from numpyro_gpaug.model.inspect import inspect_model, structure_at
@@ -351,7 +351,7 @@ def symmetric_distance(P: GaussianMeasure, Q: GaussianMeasure, X: Array) -> Arra
     """
     shift = jnp.square(P.mean(X) - Q.mean(X)).mean(-1)
     K, R = P.kernel(X, X), Q.kernel(X, X)
-    scale = jnp.maximum(_mean_variance(K), _mean_variance(R))
+    scale = jnp.maximum(diagonal(K).mean(-1), diagonal(R).mean(-1))
     floor = lax.stop_gradient(scale) * default_jitter(X.shape[0], K.dtype)
     return shift + _bures(K, R, floor) / X.shape[0]
 
@@ -437,7 +437,3 @@ def _root(covariance: Array, floor: Array) -> tuple[Array, Array]:
     positive = roots > 0
     inverse = jnp.where(positive, 1 / jnp.where(positive, roots, 1), 0)
     return vectors * roots[..., None, :], inverse[..., None] * vectors.mT
-
-
-def _mean_variance(covariance: Array) -> Array:
-    return jnp.diagonal(covariance, axis1=-2, axis2=-1).mean(-1)

@@ -11,7 +11,7 @@ for log-concave likelihoods, and a step is a convex combination of natural param
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, Self
@@ -60,11 +60,6 @@ def rounding_of_sums(marginals: Any) -> float:
     place are nats."""
     terms = sum(x.size for x in jax.tree.leaves(marginals))
     return min(1.0, (4 + math.sqrt(terms)) / 128)
-
-
-def _zeros(tree: Any) -> Any:
-    """Return zeros in the shapes of a tree."""
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)
 
 
 class Evaluation(NamedTuple):
@@ -188,10 +183,12 @@ class LatentGaussian:
     @property
     def shares_unreached(self) -> dict[str, Array]:
         """The shares of :attr:`unreached`."""
-        shares = {
-            k: jnp.asarray(1 / x.size, self.dtype) for k, x in self.unreached.items()
-        }
-        return {k: jnp.where(x, shares[k], 0).sum() for k, x in self.unreached.items()}
+
+        def share(unreached: Array) -> Array:
+            each = jnp.asarray(1 / unreached.size, self.dtype)
+            return jnp.where(unreached, each, 0).sum()
+
+        return jax.tree.map(share, self.unreached)
 
     @property
     def dtype(self) -> Any:
@@ -293,7 +290,8 @@ class LatentGaussian:
             at = {k: self._marginals(k, q[k]) for k in names}
             return at, {k: self._kl(k, q[k]) for k in names}
 
-        at, kl = _zeros(jax.eval_shape(lambda: parts(natural)))
+        shapes = jax.eval_shape(lambda: parts(natural))
+        at, kl = jax.tree.map(jnp.zeros_like, shapes)
         # The likelihood is not traced, because derivatives have the shapes of their
         # arguments.
         direct = split_floats(self.likelihood)[0] if self.learns else ()
@@ -301,7 +299,8 @@ class LatentGaussian:
         known_at, known_kl = parts(others)
         return Evaluation(
             zero - jnp.inf, zero, zero, q, at | known_at, at,
-            self.likelihood.not_widened(), _zeros(direct), kl | known_kl, zero,
+            self.likelihood.not_widened(), jax.tree.map(jnp.zeros_like, direct),
+            kl | known_kl, zero,
         )  # fmt: skip
 
     def reevaluate(
@@ -404,7 +403,7 @@ class LatentGaussian:
         }
 
         def predictors(means: dict[str, Array]) -> dict[str, Array]:
-            moved = {k: self._given(k, z) for k, z in means.items()}
+            moved = {k: self.given(k, z) for k, z in means.items()}
             return {k: x.mean for k, x in likelihood.carried(moved).items()}
 
         start = {k: q.mean for k, q in evaluation.moments.items()}
@@ -429,7 +428,8 @@ class LatentGaussian:
     def _marginals(self, name: str, q: Any) -> Any:
         return self.maps[name].marginals(selected(q, self.latents.get(name)))
 
-    def _given(self, name: str, mean: Array) -> Any:
+    def given(self, name: str, mean: Array) -> Any:
+        """Return the marginals of predictors at given latents, the means of a block."""
         return self.maps[name].given(selected(mean, self.latents.get(name)))
 
     def _kl(self, name: str, q: Any) -> Array:
@@ -515,16 +515,12 @@ class LatentGaussian:
         :param name: the block.
         :param evaluation: the evaluation at these means.
         """
-        rows, mean = self._rows(name, evaluation)
-        return jax.vjp(rows, mean)[1](evaluation.slopes[name].mean)[0]
+        _, back = jax.vjp(partial(self.rows, name), evaluation.moments[name].mean)
+        return back(evaluation.slopes[name].mean)[0]
 
-    def _rows(
-        self, name: str, evaluation: Evaluation
-    ) -> tuple[Callable[[Array], Array], Array]:
-        """Return the means of predictors as a function of the means of a block, and
-        these."""
-        mean = evaluation.moments[name].mean
-        return lambda m: self._given(name, m).mean, mean
+    def rows(self, name: str, mean: Array) -> Array:
+        """Return the means of predictors, given the means of a block."""
+        return self.given(name, mean).mean
 
     def unresolved(self, evaluation: Evaluation, processes: tuple[str, ...]) -> Array:
         """Return the error, due to rounding of kernel matrices, of bounds at different
@@ -610,7 +606,7 @@ class LatentGaussian:
     def _turn(self, name: str, evaluation: Evaluation, step: Array) -> Array:
         """Return the change of a block's gradient along a step of its means, with fixed
         factors."""
-        rows, mean = self._rows(name, evaluation)
+        rows, mean = partial(self.rows, name), evaluation.moments[name].mean
         _, moved = jax.jvp(rows, (mean,), (step,))
         pushed = slope_changes(self.maps[name], evaluation.slopes[name], moved)
         pulled = self.pull(name, step) - self.pull(name, jnp.zeros_like(step))

@@ -99,11 +99,9 @@ def fit_lanes(
         stepper = Stepper(plan, arguments)
         state, _, codes, valid = start(arrays, {})
         data = jnp.uint32(1)
-        opposite = opposite_start(plan.structure, state.hyper.values)
-        if opposite and plan.searches:
-            other = start(arrays, opposite)[0]
-            losses = [stepped(stepper, x, 1, 0, data)[1][0] for x in (state, other)]
-            begun: Any = state, other
+        if opposite := opposite_start(plan, state.hyper.values):
+            begun = state, start(arrays, opposite)[0]
+            losses = [stepped(stepper, x, 1, 0, data)[1][0] for x in begun]
             state = lax.cond(losses[1] < losses[0], lambda: begun[1], lambda: begun[0])
         state, _, steps, *_ = stepped(stepper, state, num_steps, tol, data)
         params = read_params(plan.guide, state.hyper.values, state.natural)
@@ -155,10 +153,8 @@ def found(fit: Fit, num_steps: int, size: int) -> Fits:
     verdicts[failed] = "the bound is not finite"
     for (site, parameter), inside in fit.valid.items():
         what = f"parameter {parameter!r} of {site!r}" if parameter else f"{site!r}"
-        verdicts[~inside], failed = (
-            f"{what} is NaN or outside of its support",
-            failed | ~inside,
-        )
+        verdicts[~inside] = f"{what} is NaN or outside of its support"
+        failed |= ~inside
     for i, reason in _misfits(fit.codes):
         verdicts[i], failed[i] = reason, True
     if (wrong := verdicts != CONVERGED).any():

@@ -14,6 +14,7 @@ Nocedal and Wright (2006), Numerical optimization, section 5.2.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -86,7 +87,7 @@ class Means:
         self, problem: LatentGaussian, name: str, evaluation: Evaluation
     ) -> None:
         self.problem, self.name, self.evaluation = problem, name, evaluation
-        self._map: Any = problem.maps[name]
+        self._rows = partial(problem.rows, name)
         self._at: Any = evaluation.marginals[name]
 
     def best(
@@ -122,7 +123,7 @@ class Means:
         q, problem = old.moments[name], self.problem
         pulled = problem.pull(name, mean) + problem.pull(name, q.mean)
         change = 0.5 * (pulled * (mean - q.mean)).sum(-1)
-        at = self._at._replace(mean=problem._given(name, mean).mean)
+        at = self._at._replace(mean=problem.rows(name, mean))
         kl = {name: old.divergences[name] + change}
         new = problem._evaluation({name: q}, {name: at}, kl)
         better = new.bound >= old.bound - old.rounding
@@ -145,9 +146,6 @@ class Means:
         ascent = ascent - self.problem.pull(self.name, point.mean)
         step = self.problem.newton(self.evaluation, {self.name: ascent})[self.name]
         return ascent, step, 0.5 * (ascent * step).sum()
-
-    def _rows(self, mean: Array) -> Any:
-        return self._map.given(mean).mean
 
     def _next(self, search: _Search) -> _Search:
         """Take a step along one direction."""
@@ -174,7 +172,7 @@ class Means:
         first = (ascent * direction).sum()
 
         def curvature(slopes: Any) -> Array:
-            return pull - (rows * slope_changes(self._map, slopes, rows)).sum()
+            return pull - (rows * slope_changes(problem.maps[name], slopes, rows)).sum()
 
         def attempt(carry: Any) -> Any:
             tries, size, low, high, _, kept = carry
@@ -223,7 +221,7 @@ def solved(problem: LatentGaussian, natural: Natural) -> tuple[Natural, Evaluati
         start, centre = q.mean, centre_of(prior, q)
     else:
         start = centre = prior.loc
-    at = problem._given(name, start)
+    at = problem.given(name, start)
     slopes = jax.grad(lambda at: problem.likelihood({name: at}))(at)
     found = problem.aim(name, centre, at, slopes)
     evaluation = problem.evaluate({name: found})

@@ -166,14 +166,14 @@ class Programs:
                 feed = Passes(self, plan, reader, first.data)
             else:
                 feed = Minibatches(self, plan, reader, first.data)
-        searches = plan.searches and not init_params
-        opposite = opposite_start(plan.structure, state.hyper.values)
-        if opposite and fresh and searches and given.batches is None:
+        opposite = opposite_start(plan, state.hyper.values)
+        if opposite and fresh and not init_params and given.batches is None:
             limit = np.zeros((), plan.dtype)
-            both = state, started(opposite)
-            ends = [feed.steps(copied(each), 1, limit) for each in both]
-            losses = [float(end.losses[-1]) for end in ends]
-            state = both[losses[1] < losses[0]]
+
+            def loss(state: ConjugateState) -> float:
+                return float(feed.steps(copied(state), 1, limit).losses[-1])
+
+            state = min(state, started(opposite), key=loss)
         return state, plan, feed
 
     def _padded(

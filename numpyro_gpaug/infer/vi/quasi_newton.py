@@ -37,7 +37,7 @@ from jax import Array, lax
 
 from numpyro_gpaug.infer.vi.differentiation import raveled
 from numpyro_gpaug.infer.vi.first_order import Ascent
-from numpyro_gpaug.infer.vi.latent_gaussian import Natural, relative_rounding
+from numpyro_gpaug.infer.vi.latent_gaussian import relative_rounding
 from numpyro_gpaug.infer.vi.lbfgs import Memory
 from numpyro_gpaug.infer.vi.state import ConjugateState, Hyper, flagged, unknown_bound
 from numpyro_gpaug.math.compiling import jit_for_few_runs
@@ -326,45 +326,30 @@ def patience(hyper: Hyper, tol: Any) -> Array:
     return jnp.where(is_first_order(hyper), jnp.iinfo(jnp.int32).max, most)
 
 
-class Collapsed(NamedTuple):
-    """The Gaussian blocks at their optimum for some hyperparameters.
-
-    :param natural: natural parameters.
-    :param step_sizes: step sizes to try next, by block.
-    :param bound: the bound there.
-    :param rounding: the largest decrease that rounding alone may cause.
-    :param unresolved: see :class:`~Search`.
-    :param unreached: see :class:`~numpyro_gpaug.infer.vi.state.ConjugateState`.
-    :param lost: likewise.
-    """
-
-    natural: Natural
-    step_sizes: dict[str, Array]
-    bound: Array
-    rounding: Array
-    unresolved: Array
-    unreached: dict[str, Array]
-    lost: Array
-
-
 @jit_for_few_runs
-def search_continues(state: ConjugateState, at: Collapsed) -> Array:
+def search_continues(
+    state: ConjugateState, bound: Array, rounding: Array, unresolved: Array
+) -> Array:
     """Return whether the search continues from the end of the pending update: the bound
     has risen enough, or is the first, or the first-order phase is not over.
 
     :param state: the state before the pending update.
-    :param at: the optimum at its end.
+    :param bound: the bound at its end.
+    :param rounding: the largest decrease that rounding alone may cause.
+    :param unresolved: see :class:`Search`.
     """
-    enough = accepts(state.hyper, state.bound, at.bound, at.rounding, at.unresolved)
-    first_order = is_first_order(state.hyper) & jnp.isfinite(at.bound)
+    enough = accepts(state.hyper, state.bound, bound, rounding, unresolved)
+    first_order = is_first_order(state.hyper) & jnp.isfinite(bound)
     return _is_first(state) | first_order | enough
 
 
 @jit_for_few_runs
 def searched(
     state: ConjugateState,
+    new: ConjugateState,
     values: Values,
-    at: Collapsed,
+    rounding: Array,
+    unresolved: Array,
     further: Array,
     ascent: Values,
     closed: Values,
@@ -372,13 +357,15 @@ def searched(
     """Return the state after a step of a search.
 
     :param state: the state before the pending update.
-    :param values: unconstrained params at its end.
-    :param at: the optimum there.
+    :param new: the same with the optimal Gaussian blocks at its end.
+    :param values: unconstrained params there.
+    :param rounding: see :func:`search_continues`.
+    :param unresolved: see :class:`Search`.
     :param further: from :func:`search_continues`.
     :param ascent: the gradient of the bound there, if the search continues.
     :param closed: updates of params that are set in closed form, likewise.
     """
-    best, bound, rounding = state.bound, at.bound, at.rounding
+    best, bound = state.bound, new.bound
 
     def on() -> Hyper:
         hyper = accepted(state.hyper, values, ascent, _is_first(state), state.stalled)
@@ -391,16 +378,12 @@ def searched(
     hyper = lax.cond(further, on, back)
 
     def better() -> ConjugateState:
-        return state._replace(
-            hyper=improved(hyper, values, at.unresolved),
-            natural=at.natural, step_sizes=at.step_sizes,
-            bound=jnp.maximum(best, bound), unreached=at.unreached, lost=at.lost,
-        )  # fmt: skip
+        known = improved(hyper, values, unresolved)
+        return new._replace(hyper=known, bound=jnp.maximum(best, bound))
 
     # A first bound of NaN is reported.
     rose = further & ~is_lower(hyper, best, bound, rounding)
-    new = lax.cond(rose, better, lambda: state._replace(hyper=hyper))
-    return flagged(new, hyper)
+    return flagged(lax.cond(rose, better, lambda: state._replace(hyper=hyper)), hyper)
 
 
 def _is_first(state: ConjugateState) -> Array:

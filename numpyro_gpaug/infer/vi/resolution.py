@@ -34,27 +34,17 @@ NAMED = 0.01
 _FLOAT64 = "use float64, jax.config.update('jax_enable_x64', True)"
 
 
-def inflation(natural: Any) -> Array:
+def inflated_and_displaced(natural: Any, moments: Any) -> tuple[Array, Array]:
     """Return the ratios of the variances to the variances given all other latents
-    (variance inflation factors), (..., M), or less if the moments are more accurate.
-
-    :param natural: natural parameters of a block.
-    """
-    return _inflated_and_displaced(natural, natural.moments())[0]
-
-
-def displaced(natural: Any) -> Array:
-    """Return the nats that the means lose because potentials are rounded, (..., M).
+    (variance inflation factors), (..., M), or less if the moments are more accurate;
+    and the nats that the means lose because potentials are rounded, (..., M).
 
     Potentials and precisions are sums over rows, whose errors add up to about a unit of
     the last digit: twelve times the variance of one rounding error, which is uniform.
 
     :param natural: natural parameters of a block.
+    :param moments: their moments.
     """
-    return _inflated_and_displaced(natural, natural.moments())[1]
-
-
-def _inflated_and_displaced(natural: Any, moments: Any) -> tuple[Array, Array]:
     variances, eps = moments.variances, _eps(natural)
     moved = jnp.square(eps * _potential(natural)) * variances / 2
     own = getattr(natural, "inflation", None)
@@ -93,7 +83,7 @@ def lost(natural: Natural, moments: dict[str, Any] | None = None) -> Array:
     total: Any = 0.0
     for name, each in natural.items():
         q = each.moments() if moments is None else moments[name]
-        inflated, moved = _inflated_and_displaced(each, q)
+        inflated, moved = inflated_and_displaced(each, q)
         total += _eps(each) * jnp.linalg.norm(inflated) + moved.sum()
         if _is_estimated(each):
             total += q.noise.sum()
@@ -118,11 +108,10 @@ def warn_of_lost(nats: Array, natural: Natural, structure: Structure) -> None:
             stacklevel=4,
         )
     elif np.asarray(nats) > LOST:
-        figures = {name: displaced(each) for name, each in natural.items()}
-        cause = _far
+        both = {k: inflated_and_displaced(x, x.moments()) for k, x in natural.items()}
+        figures, cause = {k: moved for k, (_, moved) in both.items()}, _far
         if 2 * sum(float(x.sum()) for x in figures.values()) < nats:
-            figures = {name: inflation(each) for name, each in natural.items()}
-            cause = _cause
+            figures, cause = {k: inflated for k, (inflated, _) in both.items()}, _cause
         warnings.warn(
             f"rounding makes the bound uncertain by about {float(nats):.2g} nats, and "
             "learning may have ended further below: "

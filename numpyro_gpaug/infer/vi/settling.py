@@ -87,10 +87,9 @@ def settled(
 
     def going(carry: Any) -> Array:
         moves, (_, evaluation, _), rise, _, _ = carry
-        if several:
-            least = _least_seen(evaluation.rounding, tolerance)
-        else:
-            least = jnp.maximum(evaluation.rounding, tolerance)
+        least = (_least_seen if several else jnp.maximum)(
+            evaluation.rounding, tolerance
+        )
         return (moves < MAX_MOVES) & (rise > least)
 
     def move(carry: Any) -> Any:

@@ -20,6 +20,7 @@ from numpyro_gpaug.infer.vi.latent_gaussian import Natural
 from numpyro_gpaug.infer.vi.plan import (
     LBFGS,
     Batch,
+    Plan,
     Settings,
     constrained,
     free_numbers,
@@ -212,11 +213,11 @@ def unmarked(state: ConjugateState) -> ConjugateState:
     )
 
 
-def opposite_start(structure: Structure, values: Values) -> Values:
+def opposite_start(plan: Plan, values: Values) -> Values:
     """Return starts of the other sign, by param, for sites that multiply others. A
     search does not get from one sign to the other, because at zero nothing depends on
     the others."""
-    held = getattr(structure, "held", ())
+    held = getattr(plan.structure, "held", ()) if plan.searches else ()
     names = [f"{site}_auto_loc" for site, why in held if why.startswith(IN_DENSITY)]
     return {k: -values[k] for k in names if k in values}
 

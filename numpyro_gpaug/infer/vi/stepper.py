@@ -159,12 +159,12 @@ class Stepper:
         values = quasi_newton.moved(state.hyper)
         problem, pullback = self.problem_and_pullback(values, self.key(state), {})
         natural, evaluation, steps = self._settled(problem, state)
-        bound = self.plan.known(evaluation.bound, values)
-        at = quasi_newton.Collapsed(
-            natural, steps, bound, evaluation.rounding,
-            problem.unresolved(evaluation, self.processes), problem.shares_unreached,
-            lost(natural, evaluation.moments) if self.knows_lost else state.lost,
+        new = state._replace(
+            natural=natural, step_sizes=steps, unreached=problem.shares_unreached,
+            bound=self.plan.known(evaluation.bound, values),
+            lost=lost(natural, evaluation.moments) if self.knows_lost else state.lost,
         )  # fmt: skip
+        errors = evaluation.rounding, problem.unresolved(evaluation, self.processes)
 
         def gradient() -> tuple[Values, dict[str, Any]]:
             ascent = pullback(problem.collapsed_gradient(evaluation))
@@ -174,9 +174,9 @@ class Stepper:
             zero = jax.tree.map(jnp.zeros_like, values)
             return zero, {p.name: zero[p.name] for p in self.plan.closed}
 
-        further = quasi_newton.search_continues(state, at)
+        further = quasi_newton.search_continues(state, new.bound, *errors)
         rise = self.loops.cond(further, gradient, none)
-        return quasi_newton.searched(state, values, at, further, *rise)
+        return quasi_newton.searched(state, new, values, *errors, further, *rise)
 
     def _batch_step(self, state: ConjugateState) -> ConjugateState:
         """Take a step on a minibatch, or with other latents drawn at random. Bounds
@@ -272,10 +272,8 @@ class Stepper:
         hyper = state.hyper
         if not self.plan.learns:
             return hyper
-        due, restricted = (
-            (state.step + 1) % self.plan.settings.every == 0,
-            not self._comparable,
-        )
+        due = (state.step + 1) % self.plan.settings.every == 0
+        restricted = not self._comparable
 
         def next_update(
             values: Any, optim_state: Any, at: tuple[Any, Any, Any, Any]
