@@ -209,12 +209,6 @@ def test_sampled_hyperparameters_through_a_stock_autoguide(other) -> None:
         np.testing.assert_allclose(median, mean, atol=0.15)
 
 
-@cache
-def minibatches():
-    X, y = toy(200)
-    return X, y, fit(learnt, X, y, inducing=X[:15])[1].losses[-1]
-
-
 @pytest.mark.parametrize(
     "step_size",
     [
@@ -226,8 +220,8 @@ def minibatches():
     ],
 )
 def test_minibatches_come_near_the_full_optimum(step_size) -> None:
-    X, y, full = minibatches()
-    Z = X[:15]
+    X, y = toy(60)
+    Z, full = X[:20], classify()[1].losses[-1]
     svi, result = fit(
         learnt, X, y, inducing=Z, batch_size=20, num_steps=500, step_size=step_size
     )

@@ -394,28 +394,29 @@ def test_loo_is_corrected_for_the_guide(x64, exact):
     assert abs(diagnostics.loo(found, correct=False).elpd - truth) > 0.25
 
 
-@pytest.mark.parametrize("weight", [1.0, 5.0, 0.2])
-def test_an_observation_is_left_out_with_its_weight(weight):
+def test_an_observation_is_left_out_with_its_weight():
     def model(X, weight, y=None):
         b = numpyro.sample("b", dist.Normal(0, 3).expand([2]).to_event(1))
         with numpyro.plate("data", len(X)), numpyro.handlers.scale(scale=weight):
             numpyro.sample("y", dist.Normal(b[0] + b[1] * X[:, 0], 1.5), obs=y)
 
     X, y, _ = data()
-    weight, guide = jnp.full(len(y), weight), gpaug.AutoLatentGaussian(model)
-    svi = gpaug.ConjugateSVI(model, guide)
-    fit = svi.run(random.key(0), 5, X, weight, y, progress_bar=False)
-    expected = svi.posterior(fit).leave_one_out(X, weight, y).log_prob(y)
-    given = model, guide, fit.params, X, weight, y
-    tree = diagnostics.to_datatree(random.key(1), *given, num_samples=4000)
-    for correct in (True, False):
-        found = diagnostics.loo(tree, correct=correct).elpd_i
-        np.testing.assert_allclose(found, expected, atol=0.05)
-    table = diagnostics.sensitivity(tree)
-    tree["log_likelihood"] = tree["log_likelihood"].to_dataset().drop_vars(
-        "y.weight", errors="ignore"
-    ) * float(weight[0])
-    np.testing.assert_array_equal(diagnostics.sensitivity(tree), table)
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
+    for weight in (1.0, 5.0, 0.2):
+        args = X, jnp.full(len(y), weight), y
+        fit = svi.run(random.key(0), 5, *args, progress_bar=False)
+        expected = svi.posterior(fit).leave_one_out(*args).log_prob(y)
+        given = model, svi.guide, fit.params, *args
+        tree = diagnostics.to_datatree(random.key(1), *given, num_samples=4000)
+        for correct in (True, False):
+            found = diagnostics.loo(tree, correct=correct).elpd_i
+            np.testing.assert_allclose(found, expected, atol=0.05)
+        table = diagnostics.sensitivity(tree)
+        log_likelihood = tree["log_likelihood"].to_dataset()
+        tree["log_likelihood"] = weight * log_likelihood.drop_vars(
+            "y.weight", errors="ignore"
+        )
+        np.testing.assert_array_equal(diagnostics.sensitivity(tree), table)
 
 
 @pytest.mark.parametrize("kind", ["summed", "each", "prior"])
@@ -436,15 +437,15 @@ def test_factors_of_data_that_are_not_left_out_get_a_warning(kind):
 
     x, entry = jnp.linspace(-1, 1, 9), jnp.full(9, 0.1)
     svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
-    fit = svi.run(random.key(0), 9, x, entry, entry + 1, progress_bar=False)
-    given = model, svi.guide, fit.params, x, entry, entry + 1
-    tree = diagnostics.to_datatree(random.key(1), *given)
+    given = x, entry, entry + 1
+    params = svi.get_params(svi.init(random.key(0), *given))
+    tree = diagnostics.to_datatree(random.key(1), model, svi.guide, params, *given)
     with warnings.catch_warnings(record=True) as of_loo:
         warnings.simplefilter("always")
         diagnostics.loo(tree)
     with warnings.catch_warnings(record=True) as of_fit:
         warnings.simplefilter("always")
-        svi.posterior(fit).leave_one_out(x, entry, entry + 1)
+        svi.posterior(params, *given).leave_one_out(*given)
     told = [
         [str(w.message) for w in ws if "factor" in str(w.message)]
         for ws in (of_loo, of_fit)
