@@ -15,7 +15,7 @@ class UnknownLikelihoodError(NotConjugateError):
         super().__init__(
             f"no closed-form expectation is registered for {cls.__name__}. "
             "Register one with numpyro_gpaug.register_expectation, or fit with "
-            "numpyro.infer.SVI and TraceAnalytic_ELBO(), which falls to quadrature "
+            "numpyro.infer.SVI and TraceAnalytic_ELBO(), which uses quadrature "
             "for elementwise likelihoods."
         )
 

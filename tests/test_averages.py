@@ -216,12 +216,12 @@ def test_questions_that_do_not_fit() -> None:
     posterior = fitted(normal, "values")
     for how, message in (
         ({"weights": -TOTAL}, "weights must be finite and at least zero"),
-        ({"at": {"x": [0]}}, r"at has 'x', and the arguments .* \['dose', 'ward'\]"),
+        ({"at": {"x": [0]}}, r"at has 'x', which is none of .* \['dose', 'ward'\]"),
         ({"at": {"dose": [0], "ward": [0, 1]}}, r"lists of lengths \{'dose': 1,"),
         ({"at": {"dose": [DOSE[:3]]}}, r"has a value of shape \(3,\), and dose has"),
         ({"contrast": "ratio"}, "a contrast compares scenarios"),
-        ({"contrast": "odds"}, "the contrasts are 'difference', 'ratio'"),
-        ({"by": "x"}, r"by='x', and the arguments .* \['dose', 'ward'\]"),
+        ({"contrast": "odds"}, "none of 'difference' and 'ratio'"),
+        ({"by": "x"}, r"by='x' is none of .* \['dose', 'ward'\]"),
         ({"by": np.arange(3)}, r"by has shape \(3,\), and the observations have"),
         ({"at": {"ward": [4]}}, "A new group needs a plate with more members"),
     ):

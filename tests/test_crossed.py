@@ -214,7 +214,7 @@ def test_posterior_and_evidence_of_normal_data(monkeypatch):
     np.testing.assert_allclose(ahead.mean, new @ mean, atol=2e-3)
     np.testing.assert_allclose(ahead.variance, variance, rtol=0.03)
     # The guide was set up with other pairs.
-    with pytest.raises(NotConjugateError, match="Set up another guide"):
+    with pytest.raises(NotConjugateError, match="Make a new guide"):
         svi.run(KEY, 1, one[::-1], two, y, progress_bar=False)
 
 

@@ -506,10 +506,10 @@ def test_reliability_is_that_of_scikit_learn_and_keeps_empty_bins():
         ([0.5, 0.5], [0], r"probs has shape \(2,\) and y \(1,\)"),
         ([], [], "not empty"),
         (0.5, 1, r"probs has shape \(\)"),
-        ([0.5, 0.5], [-1, 1], r"y of shape \(2,\) must hold labels 0 to 1"),
+        ([0.5, 0.5], [-1, 1], r"y of shape \(2,\) must contain labels 0 to 1"),
         ([0.5, 0.5], ["a", "b"], "labels 0 to 1"),
         ([[0.5, 0.2]], [0], "rows must sum to 1"),
-        ([[0.5, 0.5]], [2], "labels 0 to 1; it holds"),
+        ([[0.5, 0.5]], [2], "labels 0 to 1; it contains"),
         (dist.Bernoulli(0.5), [1], "pass its probabilities"),
     ],
 )
@@ -528,9 +528,9 @@ def test_other_bad_input():
         diagnostics.reliability_curve([0.5], [1], num_bins=0)
     with pytest.raises(ValueError, match=r"log_p has shape \(30,\) and log_q \(29,\)"):
         diagnostics.psis_khat(np.zeros(30), np.zeros(29))
-    with pytest.raises(ValueError, match="of 30, 29 are finite"):
+    with pytest.raises(ValueError, match="Here 29 of 30 are finite"):
         diagnostics.psis_khat(np.r_[np.nan, np.zeros(29)], np.zeros(30))
-    with pytest.raises(ValueError, match="at least 25 finite draws"):
+    with pytest.raises(ValueError, match="at least 25 draws"):
         diagnostics.psis_khat(np.zeros(9), np.zeros(9))
     X, y, _ = data(4)
     with pytest.raises(ValueError, match="num_samples must be at least 2, got 1"):

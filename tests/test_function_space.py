@@ -243,7 +243,7 @@ def test_save_and_load_a_network(tmp_path) -> None:
     np.testing.assert_array_equal(before.mean, after.mean)
     np.testing.assert_array_equal(before.variance, after.variance)
     assert np.abs(before.mean).max() > 0
-    with pytest.raises(ValueError, match="pass the guide of the fit"):
+    with pytest.raises(ValueError, match="Pass the guide of the fit"):
         gpaug.Posterior.load(path, regression)
     wrong = gpaug.AutoFunctionSpaceGP(regression, network(2))
     with pytest.raises(ValueError, match="saved with 4 arrays.*declares 6"):

@@ -206,7 +206,7 @@ def test_models_are_compared_by_groups_left_out() -> None:
     assert abs(table.loc["poor", "elpd_diff"]) == pytest.approx(10)
     with pytest.raises(ValueError, match=r"log densities have shapes .*\(5,\)"):
         gpaug.diagnostics.compare({"a": better, "b": better[:5]})
-    with pytest.raises(ValueError, match="'b' are not all finite"):
+    with pytest.raises(ValueError, match="log densities of 'b' are not finite"):
         gpaug.diagnostics.compare({"a": better, "b": better * np.inf})
 
 

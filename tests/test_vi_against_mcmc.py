@@ -184,5 +184,5 @@ def test_only_the_same_observations_are_compared():
     other["observed_data"]["y"].values[0] += 1
     with pytest.raises(ValueError, match="'a' observed .* and 'b' one of shape"):
         diagnostics.compare({"a": tree, "b": other})
-    with pytest.raises(ValueError, match="nothing to compare"):
+    with pytest.raises(ValueError, match="two models or more"):
         diagnostics.compare({"a": tree})

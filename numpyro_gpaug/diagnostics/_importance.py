@@ -57,8 +57,8 @@ def psis_khat(
     ratios = (log_p - log_q).ravel()
     if ratios.size < 25 or not np.isfinite(ratios).all():
         raise ValueError(
-            "log_p and log_q must hold at least 25 finite draws; of "
-            f"{ratios.size}, {np.count_nonzero(np.isfinite(ratios))} are finite"
+            "k-hat needs at least 25 draws, all with finite log_p and log_q. Here "
+            f"{np.count_nonzero(np.isfinite(ratios))} of {ratios.size} are finite"
         )
     return smoothed(ratios, np.abs(log_p).max())
 

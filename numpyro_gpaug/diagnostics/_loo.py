@@ -199,9 +199,9 @@ def compare(
     poor       1      0
     """
     if not isinstance(trees, Mapping):
-        raise TypeError(f"trees is a {type(trees).__name__}: expected a dict by name")
+        raise TypeError(f"trees is a {type(trees).__name__}. Pass a dict by name")
     if len(trees) < 2:
-        raise ValueError(f"trees holds {list(trees)}: there is nothing to compare")
+        raise ValueError(f"trees has {[*trees]}. Pass two models or more to compare")
     arrays = {n: np.asarray(x) for n, x in trees.items() if _is_array(x)}
     if arrays:
         table = _ranked(_scores_of(arrays, trees))
@@ -278,7 +278,10 @@ def _scores_of(arrays: dict[str, np.ndarray], given: Mapping[str, Any]) -> Any:
         terms = np.asarray(x, float).ravel()
         terms = terms[~missing]
         if not np.isfinite(terms).all():
-            raise ValueError(f"the log densities of {name!r} are not all finite")
+            raise ValueError(
+                f"{(~np.isfinite(terms)).sum()} of {terms.size} log densities of "
+                f"{name!r} are not finite. Leave these observations out of all models"
+            )
         error = np.sqrt(terms.size * terms.var())
         scores[name] = score(
             elpd=terms.sum(), se=error, p=np.nan, n_samples=1,

@@ -30,8 +30,9 @@ def pit(predictive: Distribution | ArrayLike, y: ArrayLike, key: Array) -> np.nd
     too. A histogram with a hump means that predictions are too wide; high ends mean
     that they are too narrow; a slope means that they are too low or too high.
 
-    The position of a censored observation is drawn uniformly from those that the whole
-    one may have. Predict with the indicator for that, ``predict_y(X, censored=...)``.
+    The position of a censored observation is drawn uniformly from the positions that
+    its uncensored value may have. Pass the indicator to the prediction for that,
+    ``predict_y(X, censored=...)``.
 
     :param predictive: ``posterior.predict_y(X)``, a distribution of batch shape (N,);
         or draws, (num_draws, N), such as replicates of

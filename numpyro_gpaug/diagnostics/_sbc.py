@@ -213,7 +213,8 @@ def sbc(
         truth, data = _drawn(model, arguments, random.split(truth_key, num), values)
     except NotImplementedError as error:
         raise ValueError(
-            "a prior of the model is improper, so that nothing can be drawn from it"
+            "a prior of the model is improper, so no data sets can be drawn from it. "
+            "Make all priors proper, such as dist.Normal(0, 10)"
         ) from error
     simulated = (_with_more if given_data else _with)(model)
     fitter = fit(simulated)
@@ -357,12 +358,15 @@ def _drawn(
     params = [k for k, s in trace.items() if s["type"] == "param"]
     if params:
         raise ValueError(
-            f"{params} are params, and have no prior to draw from. Make them sample "
-            "sites, or fix them"
+            f"params {params} have no prior to draw from. Make them sample sites, or "
+            "plain numbers"
         )
     observed = observed_sites(trace)
     if factors := [k for k in observed if k not in data_sites(trace)]:
-        raise ValueError(f"{factors[0]!r} is a numpyro.factor, which has no data")
+        raise ValueError(
+            f"{factors[0]!r} is a numpyro.factor, and no data can be drawn from it. "
+            "Write it as an observed site, with a distribution of your own"
+        )
     if not observed:
         raise ValueError(
             "the model has no observations. Pass them, as for a fit: their shapes are "

@@ -143,7 +143,7 @@ def _check_probabilities(
     classes = np.arange(2 if p.ndim == 1 else p.shape[1])
     if not np.isin(labels, classes).all():
         raise ValueError(
-            f"y of shape {labels.shape} must hold labels {classes[0]} to "
-            f"{classes[-1]}; it holds {np.unique(labels)[:5]}"
+            f"y of shape {labels.shape} must contain labels {classes[0]} to "
+            f"{classes[-1]}; it contains {np.unique(labels)[:5]}"
         )
     return np.clip(p, 0, 1), labels.astype(int)

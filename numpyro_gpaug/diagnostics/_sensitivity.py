@@ -30,10 +30,10 @@ def sensitivity(
 
     The prior :math:`p(\theta)^a`, or the likelihood, is raised to powers a little above
     and below 1, and the draws of the run are weighted again, without another run. A
-    sensitivity is the change of the marginal posterior per doubling of the power. A
-    posterior that depends on the prior and on the data may be a conflict between them;
-    one that depends on the prior only means that there is little information in the
-    data, so that the prior deserves a thought.
+    sensitivity is the change of the marginal posterior per doubling of the power. If a
+    posterior depends on both the prior and the data, these may be in conflict. If it
+    depends on the prior only, the data contain little information: choose the prior
+    with care.
 
     Only priors of latents that depend on no other latent are scaled: they are the
     user's choice.

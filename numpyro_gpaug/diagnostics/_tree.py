@@ -152,23 +152,22 @@ def compare_evidence(runs: Mapping[str, NestedVI]) -> pandas.DataFrame:
 
     if not isinstance(runs, Mapping):
         raise TypeError(
-            f"runs is a {type(runs).__name__}: expected a dict of NestedVI by name"
+            f"runs is a {type(runs).__name__}. Pass a dict of NestedVI by name"
         )
     if len(runs) < 2:
-        raise ValueError(f"runs holds {list(runs)}: there is nothing to compare")
+        raise ValueError(f"runs has {[*runs]}. Pass two runs or more to compare")
     rows = {}
     for name, nested in runs.items():
         if not isinstance(nested, NestedVI):
             raise TypeError(
-                f"{name!r} is a {type(nested).__name__}: expected a NestedVI that has "
-                "been run"
+                f"{name!r} is a {type(nested).__name__}. Pass a NestedVI after its run"
             )
         fields = nested.get_extra_fields()
         rows[name] = [fields[k] for k in ("log_evidence", "log_evidence_error", "khat")]
         if not np.isfinite(rows[name][0]):
             raise ValueError(
                 f"{name!r} has no evidence: its many hyperparameters were drawn by "
-                "NUTS, which does not estimate it"
+                "NUTS, which does not estimate it. Use diagnostics.compare instead"
             )
         if not nested.certified:
             warnings.warn(

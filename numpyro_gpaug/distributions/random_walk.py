@@ -117,9 +117,9 @@ class RandomWalk2(Field):
     curve is predicted. The value and the slope at the first point are normal with
     standard deviations ``level`` and ``slope``; large ones leave the line free.
 
-    A long curve is a chain of pairs of points, in work linear in n. In float32 its
-    distances may differ a thousandfold. Other curves are part of a dense matrix, which
-    has at most 5000 rows.
+    A long curve is a chain of pairs of points, in work linear in n. If its distances
+    differ more than a thousandfold in float32, it is part of a dense matrix instead,
+    which has at most 5000 rows.
 
     :param points: increasing numbers, (n,), n > 1. They must be known when the model is
         traced.

@@ -170,7 +170,8 @@ class ProcessGuide(Displayed):
         needed = (*self.constraints, *self.own_params())
         if missing := [name for name in needed if name not in params]:
             raise ValueError(
-                f"params {missing} of the fit are missing. Given are {sorted(params)}"
+                f"params {missing} are missing, and {sorted(params)} were passed. Pass "
+                "the params of the fit, result.params"
             )
 
     def setup(self, *args: Any, **kwargs: Any) -> Self:

@@ -63,10 +63,12 @@ class AutoLatentGaussian(ConjugateGuide):
     one member of a grouping (random effects, the larger of crossed groupings), and if
     it costs less, the precision is block diagonal with a border
     (``gaussians/groups.py``): work and memory are linear in rows and groups, and the
-    border has at most 5000 latents. Crossed groupings that are both larger are the
-    nodes of a sparse precision that is not factorised (``gaussians/iterative.py``):
-    means follow from conjugate gradients, and the log-determinant and variances are
-    estimated. If every observation depends on one step of random walks
+    border has at most 5000 latents. If crossed groupings are both larger, their members
+    are the nodes of a sparse precision that is not factorised
+    (``gaussians/iterative.py``): means follow from conjugate gradients, and the
+    log-determinant and variances are estimated.
+
+    If every observation depends on one step of random walks
     (:class:`~numpyro.distributions.GaussianRandomWalk`, of any length, several
     together, with noise of every step), the steps form chains (``gaussians/chain.py``),
     also with linear cost. Autoregressions and other states of a few numbers form

@@ -265,8 +265,7 @@ def check_groups(misfit: Array, what: str) -> None:
     # In Python, because a comparison in JAX would compile a program.
     if not float(misfit) < ROUNDING:
         raise NotConjugateError(
-            f"{what} depend on several groups or steps, but when the guide was set "
-            "up each depended on one. Set up another guide with these arguments. "
-            "For predictions draw, numpyro.infer.Predictive(model, guide=guide, "
-            "...)"
+            f"{what} depend on several groups or steps each, and depended on one each "
+            "when the guide was set up. Make a new guide for these arguments. For "
+            "predictions use draws, numpyro.infer.Predictive(model, guide=guide, ...)"
         )

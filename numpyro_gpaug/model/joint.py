@@ -147,8 +147,7 @@ class JointView(View):
                 names = [name for name, _ in steps.sites]
                 raise NotConjugateError(
                     f"steps of {names} followed each other when the guide was set "
-                    "up, but not with these arguments. Set up another guide with "
-                    "these"
+                    "up, and do not at these arguments. Make a new guide for them"
                 )
         # In a longer series, the first block is that of the fitted one.
         return [

@@ -179,8 +179,8 @@ class Reading:
             reached = [r for r in roots if process in self.program.value(r).state]
             if len(reached) > 1:
                 return (
-                    f"{_SEVERAL} of the sparse process {process!r} reach one datum, by "
-                    "two predictors"
+                    f"one datum depends on {_SEVERAL} of the sparse process "
+                    f"{process!r}, by two predictors"
                 )
             for root in reached:
                 if self.program.value(root).state[process].elementwise:
@@ -191,9 +191,9 @@ class Reading:
                 single = not loaded and single_inputs(self.program, process, [root])
                 if not single and sizes[0] * max(sizes) > MAX_DENSE**2:
                     return (
-                        f"{_SEVERAL} of the sparse process {process!r} reach one "
-                        f"datum, and a matrix of all, {sizes[0]} by {max(sizes)}, is "
-                        "too large"
+                        f"one datum depends on {_SEVERAL} of the sparse process "
+                        f"{process!r}, and their matrix, {sizes[0]} by {max(sizes)}, "
+                        "is too large"
                     )
         return None
 
@@ -284,7 +284,7 @@ def _instead(reason: str) -> str:
         )
     if reason.endswith(_OTHER_DERIVATIVE):
         return "Leave its derivative to JAX, or define the derivative of its values"
-    if reason.startswith(_SEVERAL):
+    if _SEVERAL in reason:
         return (
             "Write the process without inducing inputs, "
             'numpyro.sample("f", dist.MultivariateNormal(mean, kernel(X, X)))'

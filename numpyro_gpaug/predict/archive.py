@@ -157,7 +157,7 @@ def check_model(found: Description, saved: Description) -> None:
     for name in sorted({**found.lines, **saved.lines}):
         here, there = (x.lines.get(name, "missing") for x in (found, saved))
         if here != there:
-            raise ValueError(f"{name!r} is {here} in the model, {there} in the fit")
+            raise ValueError(f"{name!r} is {here} in the model, and {there} in the fit")
     for name in {**found.kernels, **saved.kernels}:
         if not _agree(*(x.kernels.get(name) for x in (found, saved))):
             raise ValueError(
@@ -381,7 +381,7 @@ def read_fit(
     path: str | PathLike[str], model: Model, guide: ProcessGuide | None
 ) -> SavedFit:
     """Read a fit; see :meth:`~numpyro_gpaug.Posterior.load`."""
-    with refusing(f"{path} is foreign, truncated or damaged"):
+    with refusing(f"{path} is not the file of a posterior, or is damaged"):
         header, plain_arrays = read(path)
         if "state" in header:
             raise ArchiveError(
@@ -400,8 +400,8 @@ def read_fit(
             guide, AutoLatentGaussian
         ):
             raise ArchiveError(
-                f"{path} holds a fit read by {found.function_posterior}, but a "
-                f"{type(guide).__name__} brings {kind}: pass the guide of the fit, "
+                f"{path} is of a fit by another guide than {type(guide).__name__} "
+                f"({found.function_posterior}, not {kind}). Pass the guide of the fit, "
                 "load(path, model, guide)"
             )
         with in_dtype_of((found.values, found.moments)):
@@ -416,7 +416,7 @@ def read_fit(
         fitted = Fitted(found.values, own, members)
         fit = SavedFit(predictor, fitted, arguments, known)
     if found.model is not None:
-        with refusing(f"{path} does not fit the model given"), in_dtype_of(fitted):
+        with refusing(f"{path} is of another model"), in_dtype_of(fitted):
             check_model(fit.description(), found.model)
     return fit
 

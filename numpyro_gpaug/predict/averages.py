@@ -188,15 +188,15 @@ class AveragesWanted(NamedTuple):
             given = by_name(model, args) | kwargs
             if by not in given:
                 raise ValueError(
-                    f"by={by!r}, and the arguments that were passed are {[*given]}"
+                    f"by={by!r} is none of the arguments that were passed, {[*given]}"
                 )
             by = given[by]
         args, kwargs, _ = Columns.read(model, args, kwargs, labels)
         scenarios = _scenarios(model, args, kwargs, kept, at or {}, labels or {})
         if not (contrast is None or callable(contrast) or contrast in CONTRASTS):
             raise ValueError(
-                f"contrast={contrast!r}: the contrasts are 'difference', 'ratio' and "
-                "functions of two arrays, lambda new, first: ..."
+                f"contrast={contrast!r} is none of 'difference' and 'ratio', and no "
+                "function of two arrays, lambda new, first: ..."
             )
         if contrast is not None and len(scenarios) < 2:
             raise ValueError(
@@ -288,7 +288,7 @@ def _scenarios(
     for name, values in at.items():
         if name not in given:
             raise ValueError(
-                f"at has {name!r}, and the arguments that were passed are "
+                f"at has {name!r}, which is none of the arguments that were passed, "
                 f"{[*positional, *kwargs]}"
             )
         if isinstance(values, str) or not isinstance(values, Sequence | np.ndarray):

@@ -115,8 +115,8 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
     After :class:`~numpyro_gpaug.AutoSparseGP` blocks are padded to one shape: any
     number of rows costs one or two compilations, and predictions do not depend on it. A
     joint Gaussian takes up to 5000 rows at once, because they may be members of a
-    latent. From the second number of rows on, rows are repeated to reach one of few
-    sizes, if the model provably treats every row alone, and the results are cut.
+    latent. If the model provably treats every row alone, all numbers of rows after the
+    first share programs of few sizes: rows are repeated, and the results are cut.
     Otherwise each new number of rows costs a compilation.
 
     Predictions have the dtype of the fit, for any later ``jax_enable_x64``. They run
@@ -440,8 +440,8 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         effect that data share needs a plate of its own, which they index.
 
         :param args: the model's arguments at new inputs, without observations. Those of
-            another site condition the latents of their rows alone. What they say about
-            groups and processes, which rows share, needs a fit to them.
+            another site condition the latents of their rows alone. To use them for
+            groups and processes, which rows share, fit them too.
         :param site: which observed site, if the model has several.
         :param batch_size: rows per block; more if there are very many latents.
         :param kwargs: the model's keyword arguments, where they differ from the fit's.
@@ -686,9 +686,9 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
             raise ValueError(
                 "the posterior contains less information than these observations. Pass "
                 "the rows that it was fitted to, and fit until the bound no longer "
-                "rises. If one observation says thousands of times as much as all "
-                "others, float32 does not resolve what they say: use float64, "
-                "numpyro.enable_x64()"
+                "rises. If one observation is thousands of times as informative as all "
+                "others, float32 does not resolve the others: use float64, "
+                "jax.config.update('jax_enable_x64', True)"
             )
         if not isinstance(found, WithoutData):
             return found
@@ -696,9 +696,9 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         if several and found.worth.min() < LEAST_MEMBERS:
             warnings.warn(
                 "without some of the observations the posterior of the hyperparameters "
-                f"is so different that {found.worth.min():.1f} of its "
-                f"{self._fitted.size} points count. Draw more, NestedVI(model, "
-                "num_points=2048), and take more, nested.posterior(num_points=1024)",
+                f"differs so much that its {self._fitted.size} points are worth "
+                f"{found.worth.min():.1f}. Draw more, NestedVI(model, num_points="
+                "2048), and use more, nested.posterior(num_points=1024)",
                 stacklevel=4,
             )
         return found.distribution

@@ -573,15 +573,14 @@ class Predictor:
 
 
 _ELSEWHERE = (
-    "the covariance of {0!r} differs from the fit, which does not determine its values "
-    "elsewhere. Pass the graph, mesh, points or steps of the fit, to which those "
-    "without data may belong, or predict a process: "
-    'gpaug.GaussianProcess("{0}", kernel, inducing)(X) can be predicted at any X'
+    "the covariance of {0!r} differs from the fit. Pass the graph, mesh, points or "
+    "steps of the fit: places to predict must be among them, without data. To predict "
+    'anywhere use a process, gpaug.GaussianProcess("{0}", kernel, inducing)(X)'
 ).format
 _OTHER_PRIOR = (
-    "the prior of {!r} differs from the fit, and its posterior belongs to the prior of "
-    "the fit. Pass the inducing inputs and hyperparameters of the fit, or leave out "
-    "keyword arguments, which the posterior keeps"
+    "the prior of {!r} differs from the fit. Pass the inducing inputs and "
+    "hyperparameters of the fit, or leave out keyword arguments, which the posterior "
+    "keeps"
 ).format
 
 

@@ -149,7 +149,7 @@ def levels_of(prob: float) -> dict[str, float]:
     """
     if not 0 < prob < 1:
         raise ValueError(
-            f"prob={prob}: the probability of intervals is between 0 and 1"
+            f"prob={prob}; the probability of intervals must be between 0 and 1"
         )
     levels = (1 - prob) / 2, 0.5, (1 + prob) / 2
     return {f"{100 * level:g}%": level for level in levels}

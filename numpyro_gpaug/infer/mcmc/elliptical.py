@@ -120,8 +120,8 @@ class EllipticalSlice(GaussianKernel):
     (a process and weights added to it, outputs that share latents, random effects) it
     uses one Gaussian on all Gaussian latents, as
     :class:`~numpyro_gpaug.AutoLatentGaussian` does, for any likelihood that this guide
-    accepts. If predictors are shared, that Gaussian is used even if a fit is given,
-    whose Gaussians are independent.
+    accepts. If predictors are shared, it does so even if a fit is given, because the
+    Gaussians of a fit are independent.
 
     The target is exactly the posterior. But if the Gaussian is much narrower, draws
     rarely reach the tails of the posterior and then stay there, which short chains do
@@ -202,7 +202,7 @@ class EllipticalSlice(GaussianKernel):
         super().__init__(model)
         if (guide is None) != (params is None):
             missing = "guide" if guide is None else "params"
-            raise ValueError(f"a fit is a guide and its params: {missing} is missing")
+            raise ValueError(f"{missing} is missing. Pass guide and params of a fit")
         self._fit: dict[str, Moments] | None = None
         self._fitted: dict[str, Block] = {}
         self._params: dict[str, Any] = {}
@@ -261,14 +261,14 @@ class EllipticalSlice(GaussianKernel):
         for site in blocks.observed if blocks.blocks else ():
             if site.route is not Route.CONSTANT and not site.latents:
                 instead = (
-                    "pass a fit by SVI and TraceAnalytic_ELBO (guide, params), or "
+                    "Pass a fit by SVI and TraceAnalytic_ELBO (guide, params), or use "
                     if self._fit is None
-                    else "blocks that share a predictor need one: "
+                    else "Processes that share a predictor need it. Use "
                 )
                 raise NotConjugateError(
-                    f"site {site.name!r} has no expectation in closed form, "
-                    f"{site.reason or 'so that no Gaussian is found for it'}; "
-                    f"{instead}MCMC(NUTS(model)) samples it"
+                    f"site {site.name!r} has no expectation in closed form, so no "
+                    f"Gaussian is found for it ({site.reason or 'by quadrature'}). "
+                    f"{instead}MCMC(NUTS(model))"
                 )
 
     def _divided(self, arguments: Arguments) -> Sequence[Part]:
@@ -292,10 +292,10 @@ class EllipticalSlice(GaussianKernel):
             if fitted is None and self._blocks is None:
                 continue  # the joint Gaussian has further sites
             if fitted is None or fitted.shape != site.value_shape:
-                found = "is not part of it" if fitted is None else f"has {fitted.shape}"
+                found = "had no such site" if fitted is None else f"had {fitted.shape}"
                 raise ValueError(
                     f"site {site.name!r} has shape {site.value_shape} in the model, "
-                    f"but in the fit it {found}: fit this model at these arguments"
+                    f"and the fit {found}. Fit this model at these arguments"
                 )
 
         @jax.jit
@@ -312,8 +312,8 @@ class EllipticalSlice(GaussianKernel):
                     now, fitted
                 ):
                     raise ValueError(
-                        f"param {name!r} is {now} in the model, but {fitted} in the "
-                        "fit. Sample handlers.substitute(model, data=params)"
+                        f"param {name!r} is {now} in the model, and {fitted} in the "
+                        "fit. Sample handlers.substitute(model, data=params) instead"
                     )
 
     def _gaussians(

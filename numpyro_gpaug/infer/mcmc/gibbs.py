@@ -481,9 +481,9 @@ class CollapsedGaussian(AugmentedGaussian):
             for name in site.latents:
                 if not needs_auxiliaries(view.message(site.name), name):
                     raise NotConjugateError(
-                        f"'{site.name}/{name}' is drawn without auxiliaries, given "
-                        "other latents, so there is nothing to collapse it on. Sample "
-                        "it by AugmentedGaussian(model) and NUTS(model) in Gibbs"
+                        f"'{site.name}/{name}' has no auxiliaries of its own, given "
+                        "which CollapsedGaussian integrates latents out. Sample the "
+                        "model by AugmentedGaussian(model) and NUTS(model) in Gibbs"
                     )
         start = self._run(view.arguments, {})
         self._refuse_likelihood_parameters(view, start)
@@ -513,7 +513,7 @@ class CollapsedGaussian(AugmentedGaussian):
             if reached:
                 raise NotConjugateError(
                     f"a parameter of the likelihood of {name!r} depends on "
-                    f"{sorted(reached)}, which are not collapsed. Use "
+                    f"{sorted(reached)}, which CollapsedGaussian does not sample. Use "
                     "Gibbs([(CollapsedGaussian(model), [the other sites]), "
                     "(NUTS(model), None)])"
                 )

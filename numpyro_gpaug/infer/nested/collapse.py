@@ -223,7 +223,7 @@ class CollapsedModel(RunsModel):
         check_arguments(self.model, args, kwargs)
         arguments = Arguments.split(args, kwargs)
         bound = self._bounds.at(arguments, args, kwargs)
-        refuse_params(bound, "draws of a collapsed model are of")
+        refuse_params(bound, "draws of a collapsed model need")
         programs = from_cache(
             self._programs, arguments.shapes, lambda: Programs(bound, arguments, 1)
         )

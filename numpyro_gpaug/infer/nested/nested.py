@@ -76,7 +76,7 @@ class NestedVI(
     2. draws quasi-random :math:`\theta` from a mixture :math:`r` of t distributions
        there (moved once to the weighted mean of the first draws) and of the prior, and
        at each of them draws :math:`z` from :math:`q`, slightly widened;
-    3. weighs every draw by :math:`p(y, z, \theta) / (q(z \mid \theta)\, r(\theta))`,
+    3. weights every draw by :math:`p(y, z, \theta) / (q(z \mid \theta)\, r(\theta))`,
        the density of the model itself over the density of the draw.
 
     If each observation depends on one of many groups (random effects, 48 groups or
@@ -87,14 +87,15 @@ class NestedVI(
     if the weights are not too uneven. The certificate is k-hat, the shape parameter of
     the tail of the weights. If it is at most 0.7 (0.63 for 512 hyperparameters,
     ``1 - 1 / log10(num_points)`` for few), all estimates from the draws are right up to
-    their Monte Carlo error. Otherwise the run warns. A run adds points, where its
-    weights are largest, until k-hat is clearly below the limit, so that the verdict
-    does not depend on the random key. If latents make the weights uneven, draws are
-    also moved towards the posterior by Hamiltonian Monte Carlo, with weights that allow
-    for it (annealed importance sampling: Neal, 2001). It also warns if more than a
+    their Monte Carlo error. Otherwise the run warns. It also warns if more than a
     hundredth of the posterior's mass seems to be where the model could not be evaluated
     (a Cholesky factorisation that fails in float32). The mean weight estimates the
     evidence :math:`p(y)`.
+
+    A run adds points, where its weights are largest, until k-hat is clearly below the
+    limit, so that the verdict does not depend on the random key. If latents make the
+    weights uneven, draws are also moved towards the posterior by Hamiltonian Monte
+    Carlo, with weights that allow for it (annealed importance sampling: Neal, 2001).
 
     If a likelihood is not log-concave, the latents may have several modes. The run
     searches for them at the mode of the hyperparameters, and draws from a mixture of
@@ -129,9 +130,8 @@ class NestedVI(
         separately, and up to 32 if a dense Gaussian has more than a hundred latents:
         then weights are more uneven, and draws are cheap compared with the Gaussian.
     :param correct: ``"mcmc"`` runs NUTS from the draws if k-hat is too large, with all
-        latents and hyperparameters whitened by the Gaussian at the mode. (Slice
-        sampling of the hyperparameters was no faster on the two models tried: the
-        theory pages have the numbers.) ``None`` only warns.
+        latents and hyperparameters whitened by the Gaussian at the mode. ``None``
+        only warns.
     :param progress_bar: whether to show one.
     :raises ValueError: for unknown options.
 

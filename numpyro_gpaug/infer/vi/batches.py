@@ -48,8 +48,8 @@ class ArrayRows:
         leaves = jax.tree.leaves(arrays)
         if any(categories_of(x) is not None for x in leaves):
             raise ValueError(
-                "a source has a column of categories. Pass their codes, in pandas "
-                "column.cat.codes.to_numpy()"
+                "the source has a column of categories. Pass codes instead, such as "
+                "table['herd'].cat.codes.to_numpy() of pandas"
             )
         shapes = [np.shape(x) for x in leaves]
         if not all(shapes) or len({shape[0] for shape in shapes}) != 1:
@@ -196,7 +196,8 @@ def _numbers(column: Any, name: str) -> np.ndarray:
 
     if column.null_count and not types.is_floating(column.type):
         raise ValueError(
-            f"column {name!r}, {column.type}, has missing values ({column.null_count})"
+            f"column {name!r}, {column.type}, has {column.null_count} missing values. "
+            "Leave these rows out, or write floats with NaN"
         )
     return column.to_numpy()
 
@@ -323,13 +324,15 @@ class Blocks:
             seen, last = seen + rows, rows
             if seen > self.rows:
                 raise ValueError(
-                    f"the source yields more than the announced {self.rows} rows"
+                    f"the source has more than {self.rows} rows. Pass the number of "
+                    "all rows of an epoch, rows=..."
                 )
             if i >= start and not (rows < self.size and slack):
                 yield batch
         if seen + slack < self.rows:
             raise ValueError(
-                f"the source ended early, after {seen} of {self.rows} rows"
+                f"the source ended early, after {seen} of {self.rows} rows. If it is "
+                "complete, pass rows=..., the number of all rows of an epoch"
             )
 
 

@@ -110,9 +110,9 @@ class ConjugateSVI(RunsModel, NotPickled, instead=_UNPICKLED):
     state, and the run warns.
 
     With fifty or more params without a natural scale, such as the weights of a network,
-    the first third of a run, at most 300 steps, is Adam at a rate of .01, because
-    second-order steps would change scales too far first. L-BFGS continues from the
-    highest bound.
+    a run begins with Adam at a rate of .01, for a third of its steps or 300 at most,
+    because second-order steps would change scales too far first. L-BFGS continues from
+    the highest bound.
 
     *Minibatches* (a plate with ``subsample_size``): epochs are shuffled, and the step
     size decays. A step is halved while the bound of its rows falls. An update of the
@@ -146,11 +146,11 @@ class ConjugateSVI(RunsModel, NotPickled, instead=_UNPICKLED):
         20 and 100 steps.
     :param hyper_steps: optax updates after each closed-form step.
     :param hyper_every: closed-form steps between optax updates, in which the posterior
-        approaches its optimum, and which need no gradient. By default every step has
-        one. On minibatches the posterior lags behind, and its gradient can drive
-        hyperparameters far off. By default each entry of an update is therefore
-        clipped, in unconstrained units, to half the step size of the closed-form
-        update. With a number, even 1, updates are not clipped.
+        approaches its optimum without a gradient. By default every step has an optax
+        update. On minibatches the posterior lags behind, and its gradient can drive
+        hyperparameters far off: by default each entry of an update is clipped, in
+        unconstrained units, to half the step size of the closed-form update. With a
+        number, even 1, updates are not clipped.
     :param m_step: names of params that are set to the closed-form maximiser of the
         bound instead: one number that is (up to a factor) the ``scale`` of a
         ``Normal``, ``Laplace`` or ``PiecewiseNormal``, the ``max_rate`` of a
@@ -258,8 +258,8 @@ class ConjugateSVI(RunsModel, NotPickled, instead=_UNPICKLED):
             if not begins and len(seen) > 1:
                 what = name.replace(".columns", ", the columns")
                 raise ValueError(
-                    f"{what}: fits of this ConjugateSVI had different labels, and a "
-                    "state or params do not state theirs. Create one ConjugateSVI for "
+                    f"{what}: fits of this ConjugateSVI had different labels, and "
+                    "states and params do not state theirs. Make one ConjugateSVI for "
                     "each set of labels"
                 )
         return found
@@ -358,16 +358,20 @@ class ConjugateSVI(RunsModel, NotPickled, instead=_UNPICKLED):
             :class:`~numpyro_gpaug.Batches` or :class:`~numpyro_gpaug.Blocks` of them,
             with all other arguments by name.
         :param progress_bar: whether to show one.
-        :param tol: stop once the bound has improved by less than ``tol`` nats. On full
-            data at fixed hyperparameters, over three steps. A run also stops after a
-            whole step that improves by less than a quarter of ``tol`` (or than
-            rounding), if the step before improved too, and after an exact step. With
-            L-BFGS (default 1e-3), over five accepted steps, or earlier if its
-            curvature, known in all directions, predicts less than a hundredth of
-            ``tol`` for the next. With optax, over 40 (times ``hyper_every``) accepted
-            steps, or a fifth of all steps if that is more. On minibatches, from the
-            mean of one epoch to the next. 0 never stops a run, nor does ``None`` except
-            with L-BFGS.
+        :param tol: stop once the bound has improved by less than ``tol`` nats; 0 never
+            stops a run.
+
+            * With L-BFGS (default 1e-3): over five accepted steps, or earlier if its
+              curvature, known in all directions, predicts less than a hundredth of
+              ``tol`` for the next.
+            * On full data at fixed hyperparameters: over three steps. A run also stops
+              after a whole step that improves by less than a quarter of ``tol`` (or
+              than rounding), if the step before improved too, and after an exact step.
+            * With optax: over 40 (times ``hyper_every``) accepted steps, or a fifth of
+              all steps if that is more. On minibatches, from the mean of one epoch to
+              the next.
+
+            Except with L-BFGS, ``None`` (the default) never stops a run either.
         :param init_state: a state to continue from. The run has its dtype, whatever
             ``jax_enable_x64`` is by now.
         :param init_params: constrained values to start from, by param name.

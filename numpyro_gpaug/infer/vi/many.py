@@ -161,7 +161,7 @@ def found(fit: Fit, num_steps: int, size: int) -> Fits:
         (reason, number), *_ = Counter(verdicts[wrong]).most_common(1)
         warnings.warn(
             f"{wrong.sum()} of {len(wrong)} fits did not converge ({number}: "
-            f"{reason}). The verdicts name them",
+            f"{reason}). See fits.verdicts",
             stacklevel=5,
         )
 

@@ -309,8 +309,8 @@ class Programs:
         plan = self.plan(arguments, lambda: self.begin(arguments, key, {})[1])
         if plan.noisy:
             raise ValueError(
-                "run_many compares bounds, which minibatches and latents drawn at "
-                "random make noisy. Call run for each response"
+                "run_many compares bounds, and minibatches or latents drawn at random "
+                "make them noisy. Call run for each response"
             )
         return plan, arguments
 

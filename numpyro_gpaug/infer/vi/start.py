@@ -191,9 +191,9 @@ def _first(optim: Any, values: Values, transforms: dict[str, Any], noisy: bool) 
         return optim.init(floats_of(values))
     if noisy:
         raise ValueError(
-            f"optim={LBFGS!r}, the default, compares bounds, which minibatches and "
-            f"latents drawn at random make noisy: to learn {sorted(values)}, give an "
-            "optax transformation, optim=optax.adam(0.01); to keep them fixed, "
+            f"optim={LBFGS!r}, the default, compares bounds, and minibatches or "
+            f"latents drawn at random make them noisy. To learn {sorted(values)} pass "
+            "an optax transformation, optim=optax.adam(0.01). To keep them fixed pass "
             "optim=None"
         )
     return quasi_newton.start(values, free_numbers(values, transforms))
