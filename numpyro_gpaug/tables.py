@@ -64,29 +64,32 @@ FOLDS, BETTER = 5, 2.0
 class TableClassifier(ClassifierMixin, BaseEstimator):
     """Probabilities of classes, from a table, by Gaussian processes.
 
-    Columns are standardised. Many columns may instead share one scale, as pixels do.
-    Each class has a process with an unknown mean and one kernel for all
+    It is a classifier of scikit-learn, for pipelines and cross-validation, and can be
+    pickled. Columns are numbers: encode categories and dates first, and impute missing
+    values. Fits of similar tables share compiled programs.
+
+    *Model.* Columns are standardised, or, if they are many, may share one scale, as
+    pixels do. Each class has a process with an unknown mean. All have one kernel
     (:func:`kernel`): a smooth function, with a lengthscale for each column, and a
     linear function if columns are few. With many columns these lengthscales are used if
     they raise the bound by more than a nat each. Inducing inputs are centres of
-    k-means: of few rows, about as many as rows, and three times as many where they
-    explain too little of the prior. The labels that are left out decide how sure
-    predictions are made (:func:`tempered`), and, with that, between the scales, and how
-    often the lengthscale of the largest bound is halved, before all else is learned
-    again: where classes separate, the bound, which does not know of the temperature, is
-    largest at functions that are too smooth.
+    k-means. With few rows they are about as many as rows. If they explain too little of
+    the prior, they are three times as many.
 
-    With eight classes or more, a regression on indicators of the classes is tried
-    first. It learns the kernel by the labels of half of the rows, at most 1000, each
-    left out, and has an inducing input for each of up to 2000 rows, because all classes
-    share one covariance. It is kept if it predicts the other labels, each left out,
-    better than a softmax with its kernel.
+    *Choices by leave-one-out.* Predictions of each training label from all others
+    determine the temperature of the probabilities (:func:`tempered`). At that
+    temperature they also choose the scale of the columns, and how often the lengthscale
+    of the largest bound is halved before all else is learnt again: where classes
+    separate, the bound is largest at functions that are too smooth.
 
-    It is a classifier of scikit-learn, for pipelines and cross-validation, and can be
-    pickled. Fits of similar tables share compiled programs. Columns are numbers: encode
-    categories and dates first, and impute what is missing.
-    :meth:`beside_boosting` says whether gradient boosting is the better tool: for
-    functions with steps, and many rows.
+    *Many classes.* With eight classes or more, a regression on indicators of the
+    classes is tried first. All classes share one covariance, so it has an inducing
+    input for each of up to 2000 rows. It learns the kernel from leave-one-out
+    predictions of half of the rows, at most 1000. It is kept if its leave-one-out
+    predictions of the other rows are better than those of a softmax with its kernel.
+
+    *Another tool.* Gradient boosting is better for functions with steps, and for many
+    rows: :meth:`beside_boosting` compares both.
 
     :param num_inducing: the number of inducing inputs at the start; see
         :func:`num_inducing`.
@@ -391,11 +394,12 @@ def model(
 def kernel(
     columns: int, *, apart: bool | None = None, prior: Any = None
 ) -> kernels.Kernel:
-    """Return the kernel, whose values are sample sites under weak priors: a smooth
-    function; of few columns, plus a linear one, so that where the truth is linear
-    little is lost to logistic regression.
+    """Return a kernel whose hyperparameters are sample sites under weak priors.
 
-    Columns share a lengthscale, from which each departs as far as the data insist: free
+    It is the sum of a smooth function and, if columns are few, a linear one, so that
+    little is lost to logistic regression if the truth is linear.
+
+    Columns share a lengthscale, and the lengthscale of each is shrunk towards it: free
     lengthscales overfit a few hundred rows. Weaker priors gain .004 nats where classes
     separate (wine, iris) and lose .013 where labels are noisy (breast cancer of the
     Raetsch sets). Where classes separate, test NLL falls with ever larger slopes, which

@@ -489,7 +489,7 @@ def test_a_part_of_a_plate_has_no_chain_of_its_own():
             return gp(t[rows])
 
     with handlers.seed(rng_seed=0):
-        with pytest.raises(ValueError, match="Pass these times as inducing="):
+        with pytest.raises(ValueError, match="Pass all times as inducing="):
             model(jnp.asarray(T))
         found = jax.eval_shape(lambda t: model(t, t), T)
     assert found.shape == (5,)

@@ -71,11 +71,10 @@ class Calibration(Displayed):
 
     @cached_property
     def table(self) -> pandas.DataFrame:
-        """The quantities, those that are calibrated worst first: the mean of their
-        positions (a half, unless the posterior is too low or too high), how many of the
-        true values are in their central 50 and 90% intervals, and the probability
-        ``p`` that the distribution function of uniform positions leaves the diagonal as
-        far."""
+        """One row per quantity, the worst calibrated first: the mean position (a half,
+        unless the posterior is too low or too high), the shares of true values in
+        central 50 and 90% intervals, and the probability ``p`` that uniform positions
+        are as far from uniform."""
         import pandas
 
         rows = {}

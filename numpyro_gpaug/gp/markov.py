@@ -163,8 +163,8 @@ def _standard(gp: Any, site: str, shape: tuple[int, ...], X: Array) -> Array:
         if plates.subsampled and gp.inducing is None:
             raise ValueError(
                 f'GaussianProcess("{gp.name}", markov=True) is called in the plate '
-                f"{plates.subsampled[0]!r}, for some of its members, and is a chain of "
-                "states at all times. Pass these times as inducing="
+                f"{plates.subsampled[0]!r}, which draws some of its members, and the "
+                "chain of its states needs all times. Pass all times as inducing="
             )
         numbers = numpyro.sample(gp.name + site, standard, infer={"process": gp.name})
     if jnp.shape(numbers) != shape:

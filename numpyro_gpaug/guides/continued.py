@@ -285,7 +285,7 @@ def means_at_inducing(
     elif gp.inducing.ndim == 3:
         raise NotImplementedError(
             f"{block.name!r} has a mean function and a set of inducing inputs per "
-            "latent. A stream cannot track its hyperparameters"
+            "latent, so a stream cannot track its hyperparameters. Fix them, optim=None"
         )
     else:
         with handlers.block(), handlers.substitute(data=dict(values)):

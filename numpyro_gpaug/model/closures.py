@@ -174,9 +174,8 @@ class Watched:
         )
         what = ", ".join(names) or "an object"
         raise ModelChangedError(
-            f"the model reads {what}, which has changed since the fit, so that "
-            "predictions would match neither. Restore it, or fit again; make "
-            "values that differ between fits arguments of the model"
+            f"the model reads {what}, which has changed since the fit. Restore it, or "
+            "fit again. If values differ between fits, make them arguments of the model"
         )
 
     def _read(self, *objects: Any) -> bytes:

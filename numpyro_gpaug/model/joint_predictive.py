@@ -65,9 +65,9 @@ from numpyro_gpaug.model.structure import Observed
 
 _NO_FACTORS = (
     "leave_one_out needs one or two predictors of its own for each datum of {0!r} (for "
-    "groups write jnp.exp(effect[group]), not jnp.exp(effect)[group]). A number that "
-    "all data share, as the logit of a gate or the logarithm of a scale, may have a "
-    "prior that is not Gaussian instead. "
+    "groups write jnp.exp(effect[group]), not jnp.exp(effect)[group]). If all data "
+    "share a number, such as the logit of a gate, give it a prior that is not "
+    "Gaussian, since a Gaussian one makes it a predictor. "
     "diagnostics.loo(diagnostics.to_datatree(...)) works for any fit"
 )
 _OF_EACH_ROW = (

@@ -418,6 +418,8 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
             streaming) instead of the variance.
         :param batch_size: rows per block; more if there are very many latents.
         :param kwargs: the model's keyword arguments, where they differ from the fit's.
+        :return: ``mean`` and ``variance``, (N,) or (N, C), with ``sd``, ``quantile``
+            and ``interval``.
         """
         name = self._predictor.named(site)
         called = self._calls.unobserved(args, kwargs)

@@ -111,8 +111,8 @@ def add_block(
     drawn = any(latents is not None for latents in problem.latents.values())
     if problem.coupled or drawn:
         raise NotImplementedError(
-            "Blocks are for processes without loadings that are called for all of "
-            "their latents. Pass Batches"
+            "Blocks need processes without loadings, called for all of their latents. "
+            "Pass Batches instead"
         )
     at = problem.evaluate(before.natural)
     found = {

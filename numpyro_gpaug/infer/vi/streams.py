@@ -85,8 +85,8 @@ class Stream(NotPickled, instead="save the posterior, stream.posterior.save(path
         updates, whose rate limits the change in one batch; ``None``, not at all.
         Inducing inputs that are a param stay fixed. In float32 a kernel matrix may be
         too close to singular to carry information from one lengthscale to another (a
-        squared exponential with inducing inputs close together). A warning then says
-        so; a jitter of 1e-5 helps, unless noise is as small.
+        squared exponential with inducing inputs close together). The update then warns.
+        A jitter of 1e-5 helps, unless noise is as small.
     :raises NotImplementedError: for a joint posterior
         (:class:`~numpyro_gpaug.AutoLatentGaussian`), and for one that averages over
         hyperparameters.
@@ -178,10 +178,10 @@ class Stream(NotPickled, instead="save the posterior, stream.posterior.save(path
             batch given those before (and of the prior of hyperparameters). If inducing
             inputs moved, it includes the divergence of the moved process from the one
             before.
-        :raises ValueError: for data that a fit rejects, including a batch without
-            observations; for inducing inputs with other columns or another dtype, and
-            inducing inputs that are a param of the model or no keyword argument of the
-            fit; and for kernels and means that change.
+        :raises ValueError: for data that a fit rejects, and a batch without
+            observations; for moved inducing inputs with other columns or another dtype,
+            or that are a param or a positional argument; and for kernels and means that
+            change.
         :raises NotImplementedError: for moving separate inducing inputs per latent.
         """
         # The next batch may be anywhere, and move inducing inputs.
