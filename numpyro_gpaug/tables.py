@@ -242,9 +242,9 @@ class TableClassifier(ClassifierMixin, BaseEstimator):
 
     def beside_boosting(self) -> dict[str, float]:
         """Return the mean negative log-likelihoods of the labels of the fit (after a
-        regression, of those that it did not learn from): ``own``, each left out;
-        ``boosting``, of scikit-learn's gradient boosting, by
-        cross-validation; and ``se``, the standard error of their difference.
+        regression, of labels that it did not learn from): ``own``, each left out;
+        ``boosting``, of scikit-learn's gradient boosting, by cross-validation; and
+        ``se``, the standard error of their difference.
 
         Warns if boosting is better by more than two standard errors.
         """
@@ -338,8 +338,8 @@ class TableClassifier(ClassifierMixin, BaseEstimator):
 
 @lru_cache(maxsize=8)
 def _programs(*alike: Any) -> ConjugateSVI:
-    """Return the ConjugateSVI of fits that can share compiled programs, as those of
-    the folds of a cross-validation can.
+    """Return the ConjugateSVI of fits that can share compiled programs, such as the
+    folds of a cross-validation.
 
     :param alike: the thread, and all that determines the shapes of the latents.
     """

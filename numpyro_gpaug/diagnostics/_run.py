@@ -106,7 +106,8 @@ def observed_sites(trace: Trace) -> Trace:
 
 
 def data_sites(trace: Trace) -> Trace:
-    """Return the observed sites of a trace, without those of ``numpyro.factor``."""
+    """Return the observed sites of a trace that are not factors
+    (``numpyro.factor``)."""
     sites = observed_sites(trace).items()
     return {k: s for k, s in sites if not isinstance(base_distribution(s["fn"]), Unit)}
 

@@ -96,8 +96,8 @@ class Calibration(Displayed):
         return tree_of({"prior_sbc": {k: x[None] for k, x in self.positions.items()}})
 
     def curves(self) -> dict[str, np.ndarray]:
-        """Return the empirical distribution functions at the edges by site,
-        (entries, edges), minus those of uniform positions."""
+        """Return empirical minus uniform distribution functions at the edges, by site,
+        (entries, edges)."""
         found = {}
         for name, values in self.positions.items():
             flat = np.sort(_complete(values), 0)

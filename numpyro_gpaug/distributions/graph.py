@@ -109,7 +109,7 @@ class Graph(ByContents):
 
 
 class Components(NamedTuple):
-    """The connected components of a graph, with those of one node ("islands") apart.
+    """The connected components of a graph, with single nodes ("islands") apart.
 
     :param labels: the component of each node, (n,); islands have label c.
     :param sizes: numbers of nodes of the c components that have edges, (c,).

@@ -131,7 +131,8 @@ class SpaceTime(Field):
 
     @property
     def _innovation(self) -> Array:
-        """The standard deviation of innovations, relative to that of values."""
+        """The standard deviation of innovations, relative to the standard deviation of
+        values."""
         return jnp.sqrt((1 - self.persistence) * (1 + self.persistence))
 
     @property

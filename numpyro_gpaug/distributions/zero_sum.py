@@ -16,7 +16,7 @@ from numpyro_gpaug.distributions.graph import Graph
 
 
 class _OfGraph:
-    """A constraint or transform that is equal to those of equal graphs."""
+    """A constraint or transform that is equal for equal graphs."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph

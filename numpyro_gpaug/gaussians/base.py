@@ -124,7 +124,7 @@ class Layout(NamedTuple):
         return self.groups * self.each + self.others
 
     def split(self, flat: Any) -> tuple[Any, Any]:
-        """Split numbers (..., size) into those of groups, (..., G, R), and all
+        """Split numbers (..., size) into numbers of groups, (..., G, R), and all
         others."""
         cut = self.groups * self.each
         shape = *flat.shape[:-1], self.groups, self.each
@@ -215,8 +215,8 @@ class Structure(ABC):
         return Layout(0, 0, self.rank)
 
     def split_groups(self, z: Any) -> tuple[Any, Any]:
-        """Split latents (..., M) into those of independent groups, (..., G, R), and all
-        others."""
+        """Split latents (..., M) into latents of independent groups, (..., G, R), and
+        all others."""
         return self.independent.split(z)
 
     def join_groups(self, groups: Array, others: Array) -> Array:

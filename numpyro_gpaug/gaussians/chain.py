@@ -162,7 +162,7 @@ class ChainMoments(_ChainMoments, GroupedMoments):
 
     def extended(self, prior: ChainPrior, places: np.ndarray) -> ChainMoments:
         """Return moments with longer or shorter chains, and with new chains and border
-        latents, all of which are at their prior given the rest.
+        latents. New latents have their prior given the rest.
 
         :param prior: the prior of the requested latents.
         :param places: places of the requested latents among the known ones, -1 for

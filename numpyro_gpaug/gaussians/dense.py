@@ -164,8 +164,8 @@ class NaturalGaussian(NamedTuple):
         return linalg.matvec(self.precision, z)
 
     def moved(self, z: Array) -> NaturalGaussian:
-        """Return the natural parameters of latents, given those of their deviations
-        from ``z``, (..., M).
+        """Return the natural parameters of latents, given the natural parameters of
+        their deviations from ``z``, (..., M).
 
         The potential of a mean is a large sum, and is accurate only to its last digit.
         Where latents compensate each other (an intercept and the effects of all

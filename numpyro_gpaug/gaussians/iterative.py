@@ -421,7 +421,7 @@ class Iterative(Sparse):
         return np.diff(self.pattern.starts) == 1
 
     def parted(self, x: Array) -> tuple[Array, Array]:
-        """Split numbers of nodes (N, c) into those of eliminated nodes and of
+        """Split numbers of nodes (N, c) into numbers of eliminated nodes and of
         others."""
         return x[np.flatnonzero(self._eliminated)], x[np.flatnonzero(~self._eliminated)]
 

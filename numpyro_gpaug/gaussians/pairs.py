@@ -97,8 +97,8 @@ class PairedMap(NamedTuple):
         self, at: PairMarginals, slopes: PairMarginals, least_precision: float
     ) -> PairFactors:
         """Return the factors of predictors, as
-        :func:`~numpyro_gpaug.gaussians.base.gaussian_factors` does, and those of pairs:
-        with E the expected log-likelihood of a datum, ``c = -dE/dcovariance``."""
+        :func:`~numpyro_gpaug.gaussians.base.gaussian_factors` does, and of pairs: with
+        E the expected log-likelihood of a datum, ``c = -dE/dcovariance``."""
         means, spreads = (_Marginals(x.mean, x.variance) for x in (at, slopes))
         potential, precision = gaussian_factors(means, spreads, least_precision)
         cross = -slopes.covariance

@@ -254,8 +254,8 @@ class SparseNatural(NamedTuple):
         return self.structure.moments(self)
 
     def moved(self, z: Array) -> SparseNatural:
-        """Return the natural parameters of latents, given those of their deviations
-        from ``z``, (1, N + K); see
+        """Return the natural parameters of latents, given the natural parameters of
+        their deviations from ``z``, (1, N + K); see
         :meth:`~numpyro_gpaug.gaussians.dense.NaturalGaussian.moved`."""
         own, corner = self.structure.columns(z[0][:, None])
         border = self.border[0]
@@ -550,7 +550,7 @@ class Sparse(Structure):
         return entries.at[self.pattern.diagonal].add(jnp.asarray(ones, dtype))
 
     def columns(self, flat: Array) -> tuple[Array, Array]:
-        """Split columns (N + K, n) into those of nodes and of the border."""
+        """Split columns (N + K, n) into rows of nodes and of the border."""
         return flat[: self.nodes], flat[self.nodes :]
 
     def cost(self, rows: int, width: int) -> float:

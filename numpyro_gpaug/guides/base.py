@@ -264,7 +264,7 @@ class ProcessGuide(Displayed):
         return self._structure is not None and bool(self._structure.observed)
 
     def chose(self, arguments: Arguments) -> bool:
-        """Whether the arguments that may choose another model are those of the set-up.
+        """Whether the arguments that may choose another model equal the set-up's.
 
         :param arguments: the model's arguments.
         """

@@ -106,8 +106,8 @@ def _factor(at: PredictorMoments) -> list[tuple[Array, ...]]:
 def rule_differences(
     values: Callable[[tuple[Array, ...]], list[Array]], at: PredictorMoments
 ) -> list[Array]:
-    """Return the differences between expectations and those of a finer rule, which has
-    half as many more nodes in every dimension.
+    """Return the differences between expectations by this rule and by a finer one,
+    which has half as many more nodes in every dimension.
 
     :param values: a function from values of the predictors to arrays.
     :param at: Gaussians on the predictors.

@@ -43,7 +43,7 @@ class Psis(NamedTuple):
 
 
 def smoothed(log_ratios: np.ndarray, scale: float = 1.0) -> Psis:
-    """Return log-weights from log importance ratios, the largest of which are replaced
+    """Return log-weights from log importance ratios, with the largest ratios replaced
     by quantiles of a generalised Pareto distribution.
 
     :param log_ratios: finite, flat.
@@ -91,7 +91,7 @@ def smoothed_columns(
 
 
 def _stretched(x: np.ndarray, k: np.ndarray) -> np.ndarray:
-    """Map quantiles of an exponential distribution to those of a generalised Pareto
+    """Map quantiles of an exponential distribution to quantiles of a generalised Pareto
     distribution."""
     k_or_1 = np.where(k == 0, 1.0, k)
     return np.where(k == 0, x, np.expm1(k_or_1 * x) / k_or_1)

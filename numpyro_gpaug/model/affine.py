@@ -113,8 +113,8 @@ class Predictors(NamedTuple):
         return lambda numbers: self.push(self.structure.placed(grouping, numbers))
 
     def single(self, grouping: Grouping) -> tuple[Array, Array]:
-        """Return the coefficients of single latents of a grouping, (n, s), and the
-        places of these latents among those of the grouping.
+        """Return the coefficients of single latents of a grouping, (n, s), and their
+        places in the grouping.
 
         :param grouping: a grouping such that each predictor depends on at most one
             member, or on one of each colour.

@@ -114,7 +114,7 @@ def check_given(
 
 
 def check_processes(structure: Structure) -> None:
-    """Raise for inputs of a wider dtype than the inducing inputs, whose dtype is that
+    """Raise for inputs of a wider dtype than the inducing inputs, which have the dtype
     of the fit's state.
 
     :param structure: the structure of the model at its arguments.

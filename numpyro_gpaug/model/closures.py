@@ -434,7 +434,7 @@ def _nothing() -> None:
 
 
 class _Facts(NamedTuple):
-    """The names that code reads, including those of nested code.
+    """The names that code, and code nested in it, reads.
 
     :param code: the instructions, without their location, as text.
     :param globals: names of globals, except for globals that it assigns.

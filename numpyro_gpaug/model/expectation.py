@@ -134,7 +134,8 @@ class Predictors:
         return means, variances
 
     def marginals(self, at: dict[str, Marginals]) -> dict[str, Marginals]:
-        """Return marginals of every predictor, given those of independent blocks.
+        """Return marginals of every predictor, given the marginals of independent
+        blocks.
 
         A predictor is elementwise affine in function values, so its variance is the sum
         over processes of slope^2 v. Slope and slope * v are two tangents, which avoids

@@ -347,8 +347,7 @@ def _proposals(
 def _disjoint(
     structure: Structure, found: list[Grouping], *chosen: Grouping
 ) -> tuple[Grouping, ...]:
-    """Return groupings of different sites, the largest first, after those that are
-    chosen."""
+    """Return groupings of different sites, the largest first, after the chosen ones."""
     while True:
         taken = {name for g in chosen for name, _ in g.sites}
         found = [

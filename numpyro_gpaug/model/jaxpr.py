@@ -226,7 +226,8 @@ class Reader:
         return Value({}, self.token("literal", str(var.val), str(var.aval)))
 
     def interpret(self, jaxpr: Any, starts: list[Value]) -> list[Value]:
-        """Return the values of the outputs of ``jaxpr``, given those of its inputs."""
+        """Return the values of the outputs of ``jaxpr``, given the values of its
+        inputs."""
         constants = map(self.constant, jaxpr.constvars)
         return walked(jaxpr, starts, self.literal, self.equation, constants)
 

@@ -452,7 +452,7 @@ class Structure:
         return total // self.members(Grouping(grouping.sites)) * grouping.size
 
     def latents(self, grouping: Grouping) -> int:
-        """Return the number of latents of all members, with those that are missing."""
+        """Return the number of latents of all members, including missing ones."""
         return self.members(grouping) * self.each(grouping)
 
     def placed(self, grouping: Grouping | None, numbers: Array) -> dict[str, Array]:

@@ -227,7 +227,7 @@ class Listing:
         return {x for x in read if not isinstance(x, Literal)}
 
     def run(self, wanted: list[Any], known: dict[int, Any]) -> list[Any]:
-        """Return values of variables, given those of some others.
+        """Return values of variables, given the values of some others.
 
         :param wanted: numbers of variables, or literals.
         :param known: values by number; constants are always known.
@@ -268,8 +268,8 @@ def _parted(reader: Reader, eqn: Any, begun: list[Value], left: list[State]) -> 
         return None
 
     def parts(operands: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-        """Return the operands that are constant over steps, those that are carried, and
-        the inputs of each step."""
+        """Return the operands that are constant over steps, the operands that are
+        carried, and the inputs of each step."""
         end = begin + count
         return operands[:begin], operands[begin:end], operands[end:]
 

@@ -198,9 +198,9 @@ class Reading:
         return None
 
     def _closed(self, name: str) -> bool:
-        """Whether the only dependence on latents is through the parameters of a
-        registered likelihood, which are affine, and of which no two depend on the same
-        latent. Only exact samplers may have several for a datum."""
+        """Whether latents reach the data only through the parameters of a registered
+        likelihood, these are affine, and no two depend on the same latent. Only exact
+        samplers may have several for a datum."""
         if not (self._projected or self._single[name]):
             return False
         states = [x.state for x in self.parts.parameters.get(name, {}).values()]

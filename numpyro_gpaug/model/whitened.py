@@ -297,7 +297,7 @@ def registered_latents(cls: type) -> tuple[str, ...]:
 
 
 def _rest(fn: Any, latents: tuple[str, ...]) -> tuple[Any, Any]:
-    """Return the parameters of a distribution other than those that carry latents, and
+    """Return the parameters of a distribution except the carriers of latents, and its
     masks. Parameters that the distribution derives from all of them are left out."""
     base, masks = base_distribution(fn), []
     while fn is not base:

@@ -21,7 +21,7 @@ from numpyro_gpaug.predict.mixture import FunctionValues
 
 class PartsDifferError(TypeError):
     """The distributions of two numbers of rows differ in more than shapes of arrays, as
-    those of a user's class may, which cannot be predicted with added rows."""
+    a user's class may. They cannot be predicted with added rows."""
 
 
 def without_added(found: Any, few: Any, num: int) -> Any:

@@ -347,8 +347,8 @@ class JointAnswers(Answers):
         *,
         weighed: bool = False,
     ) -> Distribution | WithoutData:
-        """Return the distribution of each observation given all others, or those of
-        other groups.
+        """Return the distribution of each observation given all others, or given the
+        observations of other groups.
 
         :param view: the model at the rows of the fit, with their observations.
         :param fit: the fitted quantities.

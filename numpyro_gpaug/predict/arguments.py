@@ -187,8 +187,8 @@ class FitArguments(NamedTuple):
     def _refuse_rows_of_fit(
         self, positional: dict[str, Any], kwargs: dict[str, Any]
     ) -> None:
-        """Raise if new rows, equal in number to those of the fit, would be combined
-        with the fit's rows of a keyword argument.
+        """Raise if new rows, as many as in the fit, would be combined with the fit's
+        rows of a keyword argument.
 
         :param positional: arguments of a prediction, by name.
         :param kwargs: its keyword arguments.
@@ -233,8 +233,8 @@ class FitArguments(NamedTuple):
             )
 
     def _refuse_inducing(self, given: Values) -> None:
-        """Raise if inducing inputs or hyperparameters differ from those of the fit, to
-        which the posterior of the inducing values belongs.
+        """Raise if inducing inputs or hyperparameters differ from the fit, to which the
+        posterior of the inducing values belongs.
 
         :param given: arguments of a prediction, by name.
         """

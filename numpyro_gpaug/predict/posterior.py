@@ -624,10 +624,10 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
     def leave_out(
         self, groups: ArrayLike, *args: Any, site: str | None = None, **kwargs: Any
     ) -> Distribution:
-        """Return the predictive distribution of each observation of the fit given those
-        of all other groups, in closed form: the Gaussian factors of its whole group are
-        removed. With one subject, hospital or area for a group it predicts new ones;
-        with blocks of time it predicts gaps.
+        """Return the predictive distribution of each observation of the fit given the
+        observations of all other groups, in closed form: the Gaussian factors of its
+        whole group are removed. With one subject, hospital or area for a group it
+        predicts new ones; with blocks of time it predicts gaps.
 
         It is exact for Normal likelihoods and approximate for others. Hyperparameters
         stay fixed, or, after :class:`~numpyro_gpaug.NestedVI`, follow their posterior

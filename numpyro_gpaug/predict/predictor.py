@@ -597,7 +597,7 @@ def differing(here: dict[str, Array], marks: dict[str, Array]) -> str | None:
 
 
 def _same(mark: Any, known: Any, xp: Any) -> Any:
-    """Whether a checksum is that of the fit.
+    """Whether a checksum equals the fit's.
 
     :param mark: the checksum of a site, or one for each part of its prior.
     :param known: the checksum of the fit.

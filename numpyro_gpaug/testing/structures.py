@@ -418,7 +418,7 @@ class _Structured(NamedTuple):
 
 
 def _moved(natural: Any, eye: Array) -> Array:
-    """Return the added precision, without that of the prior."""
+    """Return the added precision, without the prior."""
     zero = natural._replace(potential=jnp.zeros_like(natural.potential))
     product = getattr(zero, "times", lambda z: zero.moved(z).potential)
     return jax.vmap(lambda z: product(z[None])[0])(eye)

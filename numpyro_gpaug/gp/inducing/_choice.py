@@ -213,7 +213,7 @@ def some_rows(rng: np.random.Generator, size: int, keep: int) -> Any:
 def _complete(
     rng: np.random.Generator, centres: np.ndarray, rows: np.ndarray
 ) -> jax.Array:
-    """Replace repeated centres, such as those of empty clusters, by random rows."""
+    """Replace repeated centres, such as centres of empty clusters, by random rows."""
     centres = centres.astype(rows.dtype) + 0
     seen = {centre.tobytes(): centre for centre in centres}
     for i in rng.permutation(len(rows)):

@@ -286,7 +286,7 @@ class EllipticalSlice(GaussianKernel):
         ]
 
     def _refuse_moved(self, arguments: Arguments) -> None:
-        """Raise for shapes or params that differ from those of the fit."""
+        """Raise for shapes or params that differ from the fit."""
         for site in self.structure.sites:
             fitted = self._fitted.get(site.name)
             if fitted is None and self._blocks is None:

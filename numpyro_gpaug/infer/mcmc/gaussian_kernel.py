@@ -260,8 +260,8 @@ class GaussianKernel(MCMCKernel):
         return run_model(model, arguments, random.key(0), values)
 
     def _given(self, values: Values) -> Values:
-        """Return the values of latents and of processes, without those of other
-        deterministic sites."""
+        """Return the values of latents and processes, without other deterministic
+        sites."""
         structure = self.structure
         names = {s.name for s in structure.sites} | {*structure.functions}
         return {k: x for k, x in values.items() if k in names.union(structure.others)}

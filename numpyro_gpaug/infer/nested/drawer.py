@@ -412,8 +412,7 @@ class Drawer:
         return whole
 
     def _lost(self, gaussians: list[_Gaussians]) -> np.ndarray:
-        """Search for the Gaussians at points, and return the indices of those that
-        were not accurate."""
+        """Search for the Gaussians at points; return the indices of inaccurate ones."""
         all_ = np.arange(len(gaussians[0].points))
         for gaussian in gaussians:
             self._find(gaussian, all_)

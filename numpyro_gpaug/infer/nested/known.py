@@ -138,8 +138,8 @@ class Known:
         return found
 
     def without_negative(self, rows: np.ndarray) -> np.ndarray:
-        """Return flat factors without those whose precisions are negative, and without
-        those of pairs: their product with any prior is a Gaussian.
+        """Return flat factors in which factors of pairs, and factors with a negative
+        precision, are zero: the product with any prior is a Gaussian.
 
         :param rows: flat factors, (n, numbers).
         """

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signs of hyperparameters that leave the posterior unchanged, as those of loadings
-do: flipping them, with the latents that they multiply, changes no predictor."""
+"""Signs of hyperparameters that leave the posterior unchanged, such as signs of
+loadings: flipping them, with the latents that they multiply, changes no predictor."""
 
 from __future__ import annotations
 

@@ -169,8 +169,8 @@ def tempered(log_weights: np.ndarray, least: float) -> np.ndarray:
 def with_points(
     components: tuple[StudentT, ...], points: np.ndarray, log_weights: np.ndarray
 ) -> list[tuple[StudentT, np.ndarray]]:
-    """Return distributions, each with the points that it makes most probable, (n,),
-    without those of weight zero."""
+    """Return distributions, each with a mask (n,) of the points with a weight that it
+    makes most probable."""
     nearest = np.argmax([c.log_density(points) for c in components], axis=0)
     known = np.isfinite(log_weights)
     return [(c, known & (nearest == i)) for i, c in enumerate(components)]

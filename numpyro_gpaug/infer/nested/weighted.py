@@ -45,7 +45,7 @@ class Weighted:
     def of(
         cls, points: np.ndarray, ratios: np.ndarray, normalised: bool, alike: int = 1
     ) -> Weighted:
-        """Make weighted draws, of which some may have failed.
+        """Make weighted draws; some of them may have failed.
 
         :param ratios: like ``log_ratios``; NaN where the model could not be evaluated.
         """

@@ -109,7 +109,7 @@ class InMemory(Feed):
 
 
 class RunArguments(NamedTuple):
-    """A model's arguments, some of which may be :class:`Blocks` or :class:`Batches`.
+    """A model's arguments; some may be :class:`Blocks` or :class:`Batches`.
 
     :param batches: the batches or blocks; ``None`` if all data are in memory.
     :param args: the arguments, with the first batch.

@@ -252,7 +252,7 @@ class Guard:
         return self._restore(state, best, bound)
 
     def warn_of_failures(self, slower: float) -> None:
-        """Warn if steps undid updates of hyperparameters, each of which halves the
+        """Warn if steps undid updates of hyperparameters. Each of these halves the
         rate.
 
         :param slower: the rate at the start of the run over the rate at its end.
