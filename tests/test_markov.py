@@ -340,7 +340,7 @@ def test_integrated_hyperparameters(dtype, monkeypatch):
     np.testing.assert_allclose(f, expected[1], atol=0.1)
     # NUTS, to which runs go that are not certified, finds the same.
     monkeypatch.setattr("numpyro_gpaug.infer.nested.fallback.WARMUP", 100)
-    (programs,) = nested._programs.values()
+    (programs,) = nested._bounds._programs.values()
     key = jax.random.key(1)
     chains = corrected(nested._run, programs, key, 400, progress_bar=False)
     assert ", 0 divergences" in chains.correction

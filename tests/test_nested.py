@@ -508,8 +508,8 @@ def test_the_summary_says_what_was_done(of_counts, capsys):
 @pytest.mark.parametrize(("size", "expected"), [(1000, 8), (87_000, 6), (10**7, 4)])
 def test_fewer_draws_are_made_if_they_would_not_fit_into_memory(size, expected):
     form = SimpleNamespace(any_rows=False, independent=SimpleNamespace(groups=0))
-    bound = SimpleNamespace(structure=SimpleNamespace(size=size, form=form))
-    assert gpaug.NestedVI(lambda: None)._draws_at(bound) == expected
+    structure = SimpleNamespace(size=size, form=form)
+    assert gpaug.NestedVI(lambda: None)._draws_at(structure) == expected
 
 
 def test_a_sparse_process_is_named(of_counts):
@@ -1488,8 +1488,7 @@ def test_evidence_counts_mirrored_modes():
 
 def test_only_symmetries_are_mirrored():
     """Here of two signs together, and not of one entry, or around another mean."""
-    hyper = SimpleNamespace(real={"w"}, places={"s": np.array(0), "w": np.arange(1, 3)})
-    hyper.size = 3
+    hyper = SimpleNamespace(real={"w"}, zeros={"s": np.zeros(()), "w": np.zeros(2)})
     at = np.array([0.5, 2.0, -1.0])
     mode = Mode(at, 0.0, StudentT.symmetric(at, 0.01 * np.eye(3)))
     for mean, number in ((0.0, 2), (0.1, 1)):

@@ -31,7 +31,6 @@ from numpyro_gpaug.model.closures import RunsModel, Version
 from numpyro_gpaug.model.columns import Columns, Labels
 from numpyro_gpaug.model.labels import refuse_unordered
 from numpyro_gpaug.model.latents import JOINT
-from numpyro_gpaug.model.structure import from_cache
 from numpyro_gpaug.model.validation import check_arguments
 from numpyro_gpaug.predict import Posterior
 from numpyro_gpaug.predict.mixture import Fitted, Members
@@ -135,7 +134,6 @@ class CollapsedModel(RunsModel):
 
     def _begin(self) -> None:
         self._bounds = CollapsedBounds(self.model, projected=False)
-        self._programs: dict[Any, Programs] = {}
 
     def _dtype_of(self, samples: Values) -> Any:
         """Return the arrays that determine the dtype of draws."""
@@ -224,10 +222,7 @@ class CollapsedModel(RunsModel):
         arguments = Arguments.split(args, kwargs)
         bound = self._bounds.at(arguments, args, kwargs)
         refuse_params(bound, "draws of a collapsed model need")
-        programs = from_cache(
-            self._programs, arguments.shapes, lambda: Programs(bound, arguments, 1)
-        )
-        return arguments, programs, labels
+        return arguments, self._bounds.programs(bound, arguments, 1), labels
 
 
 def mixture(

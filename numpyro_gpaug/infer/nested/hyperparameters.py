@@ -106,7 +106,7 @@ class Hyperparameters:
     :param arguments: such arguments.
     :ivar shapes: shapes and dtypes of constrained values by name.
     :ivar real: the names of sites that may have any real values.
-    :ivar places: by name, the places of unconstrained values in the vector.
+    :ivar zeros: unconstrained values by name, all zero.
     """
 
     def __init__(
@@ -119,15 +119,7 @@ class Hyperparameters:
         self.shapes, free = jax.eval_shape(self._both, zeros, arguments)
         flat = jax.eval_shape(lambda free: ravel_pytree(free)[0], free)
         self.size, self.dtype = flat.size, flat.dtype
-        self._zeros = {k: np.zeros(s.shape, s.dtype) for k, s in free.items()}
-        # In the order of ravel_pytree.
-        names = sorted(self._zeros)
-        ends = np.cumsum([self._zeros[k].size for k in names])
-        parts = np.split(np.arange(self.size), ends[:-1]) if names else []
-        self.places = {
-            k: x.reshape(self._zeros[k].shape)
-            for k, x in zip(names, parts, strict=True)
-        }
+        self.zeros = {k: np.zeros(s.shape, s.dtype) for k, s in free.items()}
         self.medians = compiled(self._medians)
         self._draws = compiled(self._drawn)
 
@@ -151,7 +143,7 @@ class Hyperparameters:
         :param data: the model's arguments.
         """
         jacobians: list[Array] = []
-        _, unravel = ravel_pytree(self._zeros)
+        _, unravel = ravel_pytree(self.zeros)
         free = unravel(flat)
 
         def filled(message: dict[str, Any]) -> Array | None:

@@ -5,8 +5,9 @@ loadings: flipping them, with the latents that they multiply, changes no predict
 from __future__ import annotations
 
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from numpyro_gpaug.infer.nested.hyperparameters import Hyperparameters
@@ -77,17 +78,17 @@ def _signs(hyper: Hyperparameters) -> list[tuple[str, np.ndarray]]:
     """Return sites that may have either sign, with factors that flip some entries of
     each: one place along an axis, and then all."""
     found = []
-    for name, places in hyper.places.items():
+    for name, zeros in sorted(hyper.zeros.items()):
         if name not in hyper.real:
             continue
-        parts = [
-            part
-            for axis in range(places.ndim)
-            for part in np.moveaxis(places, axis, 0)
-            if places.shape[axis] > 1
+        parts: list[Any] = [
+            (*[slice(None)] * axis, i)
+            for axis, size in enumerate(zeros.shape)
+            for i in range(size if size > 1 else 0)
         ]
-        for part in (*parts, places):
-            flip = np.ones(hyper.size)
-            flip[np.ravel(part)] = -1
-            found.append((name, flip))
+        for part in (*parts, ...):
+            signs = jax.tree.map(np.ones_like, hyper.zeros)
+            signs[name][part] = -1
+            flat = [x.ravel() for x in jax.tree.leaves(signs)]
+            found.append((name, np.concatenate(flat)))
     return found

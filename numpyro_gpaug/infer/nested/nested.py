@@ -13,7 +13,6 @@ from jax import Array
 from tqdm.auto import tqdm
 
 from numpyro_gpaug._display import NotPickled, Rows, of_posterior
-from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.errors import CholeskyError
 from numpyro_gpaug.infer.nested.bound import CollapsedBound
 from numpyro_gpaug.infer.nested.collapse import mixture, of_points, refuse_params
@@ -23,7 +22,6 @@ from numpyro_gpaug.infer.nested.fallback import corrected
 from numpyro_gpaug.infer.nested.group_draws import draws_at, may_part
 from numpyro_gpaug.infer.nested.hyperparameters import Hyperparameters
 from numpyro_gpaug.infer.nested.many import CERTIFIED, NestedRuns
-from numpyro_gpaug.infer.nested.programs import Programs
 from numpyro_gpaug.infer.nested.report import (
     Clock,
     certificate,
@@ -42,7 +40,6 @@ from numpyro_gpaug.model.labels import refuse_unordered
 from numpyro_gpaug.model.latents import Structure
 from numpyro_gpaug.model.padding import Padding
 from numpyro_gpaug.model.responses import Responses
-from numpyro_gpaug.model.structure import from_cache
 from numpyro_gpaug.model.validation import check_arguments, check_trace
 from numpyro_gpaug.predict import Posterior
 
@@ -196,12 +193,12 @@ class NestedVI(
         self._labels: Labels = {}
 
     def _begin(self) -> None:
-        def made() -> tuple[CollapsedBounds, Padding, dict[Any, Programs]]:
-            return CollapsedBounds(self.model, projected=True), Padding(self.model), {}
+        def made() -> tuple[CollapsedBounds, Padding]:
+            return CollapsedBounds(self.model, projected=True), Padding(self.model)
 
         # A loop or a notebook cell that makes this object anew does not compile again.
         shared = self._watch.shared(self._version, NestedVI, made)
-        self._bounds, self._padding, self._programs = shared
+        self._bounds, self._padding = shared
 
     # -- the interface of MCMC --------------------------------------------------------
 
@@ -303,7 +300,8 @@ class NestedVI(
             check_arguments(self._bounds.model, args, kwargs)
             arguments, bound = self._padded(args, kwargs)
             refuse_params(bound, "NestedVI integrates")
-            programs = self._programs_at(bound, arguments)
+            draws = self._draws_at(bound.structure)
+            programs = self._bounds.programs(bound, arguments, draws)
             programs.axes(arguments, labels)
         with clock.part("prior"):
             hyper, num = programs.hyper, FIRST + self.num_points
@@ -547,11 +545,10 @@ class NestedVI(
             )
         return self._run
 
-    def _draws_at(self, bound: CollapsedBound) -> int:
+    def _draws_at(self, structure: Structure) -> int:
         """Return the number of draws of the latents at each point."""
         if self.num_draws is not None:
             return self.num_draws
-        structure = bound.structure
         if not structure.size:
             return 1
         # As many as fit into memory.
@@ -562,15 +559,6 @@ class NestedVI(
             return max(DRAWS, min(structure.size // 12, MOST_DRAWS, room))
         held = GIGABYTE // (self.num_points * structure.size)
         return min(DRAWS, max(FEWEST, held))
-
-    @one_thread
-    def _programs_at(self, bound: CollapsedBound, arguments: Arguments) -> Programs:
-        draws = self._draws_at(bound)
-        return from_cache(
-            self._programs,
-            (bound, arguments.shapes, draws),
-            lambda: Programs(bound, arguments, draws),
-        )
 
 
 def _start(

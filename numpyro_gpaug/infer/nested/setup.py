@@ -10,6 +10,7 @@ from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.guides import AutoLatentGaussian
 from numpyro_gpaug.infer.nested.bound import CollapsedBound
 from numpyro_gpaug.infer.nested.group_draws import FEWEST
+from numpyro_gpaug.infer.nested.programs import Programs
 from numpyro_gpaug.infer.vi.checks import check_fit
 from numpyro_gpaug.math.arrays import is_traced
 from numpyro_gpaug.model.arguments import Arguments, Model, Values
@@ -53,6 +54,7 @@ class CollapsedBounds:
     def __init__(self, model: Model, *, projected: bool) -> None:
         self.model, self._projected = model, projected
         self._known: dict[Any, CollapsedBound] = {}
+        self._programs: dict[Any, Programs] = {}
         self._checks: dict[Any, Any] = {}
         self._seen: Any = None
 
@@ -104,6 +106,21 @@ class CollapsedBounds:
             known = from_cache(self._known, arguments.shapes, made)
         self._seen = data
         return known
+
+    @one_thread
+    def programs(
+        self, bound: CollapsedBound, arguments: Arguments, num_draws: int
+    ) -> Programs:
+        """Return the programs of a bound at arguments of these shapes.
+
+        :param bound: from :meth:`at`.
+        :param arguments: the model's arguments.
+        :param num_draws: draws of the latents at each point.
+        """
+        key = bound, arguments.shapes, num_draws
+        return from_cache(
+            self._programs, key, lambda: Programs(bound, arguments, num_draws)
+        )
 
     def _fits(
         self, known: CollapsedBound, arguments: Arguments, args: Any, kwargs: Any

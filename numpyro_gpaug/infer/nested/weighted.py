@@ -135,9 +135,7 @@ class Weighted:
         :param num: number of draws.
         :param rng: random numbers.
         """
-        edges = np.cumsum(np.exp(self.log_weights.ravel()))
-        places = (rng.random() + np.arange(num)) / num * edges[-1]
-        return rng.permutation(np.searchsorted(edges, places).clip(0, edges.size - 1))
+        return rng.permutation(systematic(np.exp(self.log_weights.ravel()), num, rng))
 
     def table(
         self, sites: dict[str, np.ndarray], levels: tuple[float, ...]
@@ -170,6 +168,13 @@ class Weighted:
         return rows
 
 
+def systematic(weights: np.ndarray, num: int, rng: np.random.Generator) -> np.ndarray:
+    """Return the indices, in order, of a systematic sample."""
+    edges = np.cumsum(weights)
+    places = (rng.random() + np.arange(num)) / num * edges[-1]
+    return np.searchsorted(edges, places).clip(0, len(weights) - 1)
+
+
 def stratified(
     points: np.ndarray, log_weights: np.ndarray, num: int, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -197,9 +202,7 @@ def stratified(
     apart = points - weights @ points
     _, _, axes = np.linalg.svd(np.sqrt(weights)[:, None] * apart, full_matrices=False)
     order = np.argsort(apart @ axes[0])
-    edges = np.cumsum(weights[order])
-    places = (rng.random() + np.arange(num)) / num * edges[-1]
-    chosen = np.searchsorted(edges, places).clip(0, len(points) - 1)
+    chosen = systematic(weights[order], num, rng)
     return points[order[chosen]], np.full(num, -np.log(num))
 
 

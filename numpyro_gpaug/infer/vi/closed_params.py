@@ -96,7 +96,7 @@ def closed_params(
     guide: ConjugateGuide,
     structure: Structure,
     arguments: Arguments,
-    params: Values,
+    params: Callable[[], Values],
     transforms: dict[str, Any],
 ) -> tuple[ClosedParam, ...]:
     """Return the params that are set in closed form, after verifying which likelihood
@@ -107,19 +107,22 @@ def closed_params(
     :param guide: its guide.
     :param structure: the structure of the model at these arguments.
     :param arguments: its arguments.
-    :param params: constrained values, which the verification may use.
+    :param params: returns constrained values, which the verification may use.
     :param transforms: transforms to constrained params, by name.
     :raises NotConjugateError: for a param that is not one parameter of one likelihood,
         or one without a closed-form maximiser.
     :raises ValueError: for minibatches, other latents drawn at random, and unknown
         names.
     """
+    if not names:
+        return ()
     if structure.subsampled or guide.random_others:
         raise ValueError(
             "m_step needs full data and point values of other latents, because the "
             "maximiser of a batch is noise. Leave the params to optim"
         )
-    values, key = {**params, **guide.other_median(params)}, jax.random.key(0)
+    known, key = params(), jax.random.key(0)
+    values = {**known, **guide.other_median(known)}
     if unknown := set(names) - set(values):
         raise ValueError(
             f"m_step names {sorted(unknown)}, but the params are {sorted(values)}"

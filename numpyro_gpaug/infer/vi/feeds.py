@@ -246,14 +246,10 @@ class Reader:
         """
         trees = [self._given.at(batch) for batch in batches]
         leaves = [Arguments.select_arrays(x, jax.tree.leaves(x)) for x in trees]
-        first = zip(self._first.arrays, self._of_batches, strict=True)
-        arrays = tuple(
-            rows(parts) if of_batches else array
-            for parts, (array, of_batches) in zip(
-                zip(*leaves, strict=True), first, strict=True
-            )
-        )
-        return Arguments(arrays, self._first.static)
+        first, of_batches = self._first, self._of_batches
+        each = zip(first.arrays, of_batches, *leaves, strict=True)
+        arrays = tuple(rows(parts) if of else array for array, of, *parts in each)
+        return Arguments(arrays, first.static)
 
     def stacked(self, batches: list[Any], places: int) -> Stacked:
         """Return arguments with stacked batches.

@@ -197,12 +197,12 @@ class Programs:
             filled = given._replace(args=args, kwargs=kwargs)
             try:
                 self.check(filled, begins=begins, arguments=padded)
+                return first, more.on(self._mesh)
             except (TypeError, ValueError):
                 # The error of the arguments without added rows has the right sizes.
-                more = first
-        if more is first:
-            more = self.check(given, begins=begins, arguments=first)
-        return first, more.on(self._mesh)
+                pass
+        checked = self.check(given, begins=begins, arguments=first)
+        return first, checked.on(self._mesh)
 
     def check(
         self, given: RunArguments, *, begins: bool, arguments: Arguments | None = None
@@ -347,11 +347,7 @@ class Programs:
                 structure = structure_at(model, guide.structure, arguments)
             names, transforms = self._settings.m_step, transforms_of(guide)
             found = model, guide, structure
-            closed = (
-                closed_params(names, *found, arguments, params(), transforms)
-                if names
-                else ()
-            )
+            closed = closed_params(names, *found, arguments, params, transforms)
             return Plan(self._settings, *found, transforms, closed)
 
         if len(self.plans) >= MAX_SHAPES and arguments.shapes not in self.plans:
