@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
-from jax import Array, lax
+from jax import Array
 from jax.flatten_util import ravel_pytree
 from numpyro import handlers
 from numpyro.distributions import biject_to, constraints
@@ -164,8 +164,7 @@ class Hyperparameters:
 
     def steps(self, values: Values, data: Arguments) -> Values:
         """See :func:`sizes`."""
-        trace = self._trace(data, jax.random.key(0), data=values)
-        return lax.stop_gradient(sizes(trace))
+        return sizes(self._trace(data, jax.random.key(0), data=values))
 
     def _both(self, values: Values, data: Arguments) -> tuple[Any, Any]:
         """Return constrained values in the form of the model, and unconstrained

@@ -131,6 +131,8 @@ class LatentGaussian:
     :param units: from :meth:`.View.units`; empty for problems whose natural parameters
         are optimised before hyperparameters move.
     :param learns: whether evaluations keep the quantities that :meth:`gradient` needs.
+    :param least_precision: the smallest precision of the factors, see
+        :func:`~numpyro_gpaug.gaussians.base.gaussian_factors`.
     """
 
     maps: Mapping[str, Any]
@@ -143,6 +145,7 @@ class LatentGaussian:
     unreached: dict[str, Array]
     units: dict[str, Change] = field(default_factory=dict)
     learns: bool = field(default=False, metadata=STATIC)
+    least_precision: float = field(default=-math.inf, metadata=STATIC)
     # Updates are loops of the compiled program. If every evaluation reads data, they
     # are Python loops (passes.py).
     loops: ClassVar[Any] = lax
@@ -246,12 +249,9 @@ class LatentGaussian:
         """
         if index is None:
             return self
-        part, prior = self.maps[name].select(index), selected(self.priors[name], index)
-        return replace(
-            self,
-            maps={**self.maps, name: part},
-            priors={**self.priors, name: prior},
-        )
+        maps = {**self.maps, name: self.maps[name].select(index)}
+        priors = {**self.priors, name: selected(self.priors[name], index)}
+        return replace(self, maps=maps, priors=priors)
 
     def rebased(
         self, natural: Natural, units: Mapping[str, Change] | None = None
@@ -350,7 +350,6 @@ class LatentGaussian:
         evaluation: Evaluation,
         augmented: Array | None,
         index: Array | None = None,
-        least_precision: float = -jnp.inf,
     ) -> Any:
         """Return the result of a whole step of a block: the prior times the Gaussian
         factors.
@@ -359,15 +358,13 @@ class LatentGaussian:
         :param evaluation: the evaluation at the point.
         :param augmented: see :meth:`slopes_at`.
         :param index: the one latent to update, (1,); ``None`` for all.
-        :param least_precision: the smallest precision of the factors, see
-            :func:`~numpyro_gpaug.gaussians.base.gaussian_factors`.
         """
         slopes = self.slopes_at(name, evaluation, augmented)
         at = evaluation.moments[name], evaluation.marginals[name], slopes
         q, at, slopes = selected(at, index)
         problem = self.of_latent(name, index)
         centre = centre_of(self.priors[name], q)
-        return problem.aim(name, centre, at, slopes, least_precision)
+        return problem.aim(name, centre, at, slopes)
 
     def targets(self, evaluation: Evaluation, augmented: Array | None) -> Natural:
         """Return the result of a whole step of all blocks.
@@ -693,21 +690,14 @@ class LatentGaussian:
 
         return jax.grad(linearised)(floats)
 
-    def aim(
-        self,
-        name: str,
-        centre: Array,
-        at: Any,
-        slopes: Any,
-        least_precision: float = -jnp.inf,
-    ) -> Any:
+    def aim(self, name: str, centre: Array, at: Any, slopes: Any) -> Any:
         """Return the prior of a block times its Gaussian factors; parameters as for
         :meth:`information`.
 
         :param centre: the means of the block, see
             :func:`~numpyro_gpaug.gaussians.base.centre_of`.
         """
-        information = self.information(name, at, slopes, least_precision)
+        information = self.information(name, at, slopes)
         prior, here = self.priors[name], self.latents.get(name)
         if here is None:
             return times(prior, information, centre)
@@ -715,22 +705,15 @@ class LatentGaussian:
         information = information.moved(selected(centre, here))
         return jax.tree.map(lambda x, new: x.at[indices].add(new), natural, information)
 
-    def information(
-        self,
-        name: str,
-        at: Any,
-        slopes: Any,
-        least_precision: float = -jnp.inf,
-    ) -> Any:
+    def information(self, name: str, at: Any, slopes: Any) -> Any:
         """Return the information of the data about deviations of a block from its
         means, a sum over rows.
 
         :param name: the block.
         :param at: its marginals.
         :param slopes: derivatives of the expected log-likelihood there.
-        :param least_precision: see :meth:`target`.
         """
-        factors = factors_of(self.maps[name], at, slopes, least_precision)
+        factors = factors_of(self.maps[name], at, slopes, self.least_precision)
         # A scale on the whole model multiplies likelihood and prior equally.
         scaled = jax.tree.map(lambda x: x / self.scales[name], factors)
         information = self.maps[name].information(scaled, at.mean)

@@ -383,7 +383,7 @@ def searched(
 
     # A first bound of NaN is reported.
     rose = further & ~is_lower(hyper, best, bound, rounding)
-    return flagged(lax.cond(rose, better, lambda: state._replace(hyper=hyper)), hyper)
+    return flagged(lax.cond(rose, better, lambda: state._replace(hyper=hyper)))
 
 
 def _is_first(state: ConjugateState) -> Array:

@@ -78,10 +78,10 @@ def unknown_bound(dtype: Any) -> Any:
     return jnp.finfo(dtype).min
 
 
-def flagged(state: ConjugateState, hyper: Hyper) -> ConjugateState:
+def flagged(state: ConjugateState) -> ConjugateState:
     """Return a bound of NaN if the gradient is not finite. Otherwise every later step
     would be rejected, and the fit would seem to have converged."""
-    finite = [jnp.isfinite(x).all() for x in jax.tree.leaves(hyper.update)]
+    finite = [jnp.isfinite(x).all() for x in jax.tree.leaves(state.hyper.update)]
     if not finite:
         return state
     good = jnp.stack(finite).all()

@@ -151,7 +151,7 @@ class Stepper:
         bound = self.plan.known(evaluation.bound, values)
         fell = ~(bound >= state.bound - evaluation.rounding)
         same = state._replace(hyper=refused(state.hyper))
-        return lax.cond(fell, lambda: same, lambda: flagged(new, hyper))
+        return lax.cond(fell, lambda: same, lambda: flagged(new))
 
     def _search_step(self, state: ConjugateState) -> ConjugateState:
         """Take a step on full data: the collapsed bound at the end of the pending
@@ -219,7 +219,7 @@ class Stepper:
             schedule=schedules, epochs=epochs, bound=bound,
             unreached=whole.shares_unreached,
         )  # fmt: skip
-        return without_failure(begun, flagged(new, hyper))
+        return without_failure(begun, flagged(new))
 
     def _refuse_adaptive(self, problem: LatentGaussian) -> None:
         if isinstance(self._schedule, Adaptive) and any(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -58,19 +59,12 @@ def backtracked_sweep(
     :return: natural parameters, the evaluation there, and next step sizes.
     """
     natural, steps = dict(natural), dict(steps)
-
-    def move(name: str, index: Array | None, carry: Any) -> Any:
-        natural, evaluation, step = carry
-        return backtracked_update(
-            problem, natural, evaluation, name, augmented, step, largest_step, index
-        )
-
     for name in natural:
+        move = partial(backtracked_update, problem, name, augmented, largest_step)
         move_block = _for_each_latent if name in problem.coupled else _at_once
-        natural, evaluation, steps[name] = move_block(
-            partial(move, name), len(natural[name].potential),
-            (natural, evaluation, steps[name]),
-        )  # fmt: skip
+        start = natural, evaluation, steps[name]
+        count = len(natural[name].potential)
+        natural, evaluation, steps[name] = move_block(move, count, start)
     return natural, evaluation, steps
 
 
@@ -97,6 +91,7 @@ def damped_sweep(
     :return: natural parameters, states of the schedule, the bound before, and the
         largest step size taken.
     """
+    problem = replace(problem, least_precision=0.0)
     evaluation = problem.evaluate(natural)
     before = evaluation.bound
     natural, schedules = dict(natural), dict(schedules)
@@ -105,7 +100,7 @@ def damped_sweep(
     def move(name: str, size: Array, index: Array, carry: Any) -> Any:
         natural, evaluation, largest = carry
         old = selected(natural, index)
-        goal = problem.target(name, evaluation, augmented, index, least_precision=0.0)
+        goal = problem.target(name, evaluation, augmented, index)
         new, evaluation, taken = _rising(
             problem, name, old, goal, size, evaluation, index
         )
@@ -113,7 +108,7 @@ def damped_sweep(
         return scatter(natural, index, new), evaluation, largest
 
     for name, known in natural.items():
-        whole = problem.target(name, evaluation, augmented, least_precision=0.0)
+        whole = problem.target(name, evaluation, augmented)
         old = centred(known, whole)
         direction = jax.tree.map(jnp.subtract, whole, old)
         size, schedules[name] = schedule.next(schedules[name], step, direction)
@@ -245,29 +240,27 @@ def took_whole_step(before: Values, after: dict[str, Array]) -> Array:
 
 def backtracked_update(
     problem: Any,
-    natural: Natural,
-    evaluation: Evaluation,
     name: str,
     augmented: Array | None,
-    step: Array,
     largest_step: float,
     index: Array | None,
+    place: tuple[Natural, Evaluation, Array],
 ) -> tuple[Natural, Evaluation, Array]:
     """Move one block towards its target, and halve the step while the bound falls.
 
     :param problem: the problem.
-    :param natural: natural parameters of all blocks.
-    :param evaluation: the evaluation there. If it is still to be computed, the first
-        attempt changes nothing. (The same code does both, because compiling the bound
-        twice would double the compile time.)
     :param name: the block to move.
     :param augmented: as for :func:`backtracked_sweep`.
-    :param step: the first step size to try.
     :param largest_step: upper limit of the next step size.
     :param index: the one latent to update, (1,); ``None`` for all.
+    :param place: natural parameters of all blocks, the evaluation there, and the first
+        step size to try. If the evaluation is still to be computed, the first attempt
+        changes nothing. (The same code does both, because compiling the bound twice
+        would double the compile time.)
     :return: natural parameters and evaluation after the step (unchanged if no step
         raised the bound), and the next step size to try.
     """
+    natural, evaluation, step = place
 
     def towards(search: _Search) -> tuple[Any, Any, Array, Place]:
         evaluation = search.evaluation
