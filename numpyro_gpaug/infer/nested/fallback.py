@@ -16,7 +16,6 @@ from numpyro.infer import MCMC, NUTS
 from numpyro_gpaug._display import entries
 from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.infer.nested.draws import Run
-from numpyro_gpaug.infer.nested.programs import Programs
 from numpyro_gpaug.math.importance import varying
 from numpyro_gpaug.model.arguments import Values
 from numpyro_gpaug.predict.summary import levels_of
@@ -58,19 +57,18 @@ class Corrected(Run):
 
 @one_thread
 def corrected(
-    run: Run, programs: Programs, key: Array, num_samples: int, *, progress_bar: bool
+    run: Run, key: Array, num_samples: int, *, progress_bar: bool
 ) -> Corrected:
     """Run NUTS on the model itself, in coordinates in which the Gaussian at the mode is
     standard normal. They stand for whitened latents: numbers along chains follow the
     hyperparameters, without which a smooth process has next to no density.
 
     :param run: the weighted draws; chains start at its hyperparameters.
-    :param programs: programs of the model.
     :param key: random key.
     :param num_samples: the number of draws of all chains together.
     :param progress_bar: whether to show one.
     """
-    data, component = run.data, run.modes[0].component
+    programs, data, component = run.programs, run.data, run.modes[0].component
     dtype = programs.hyper.dtype
     centre, axes = (jnp.asarray(x, dtype) for x in component[:2])
 

@@ -328,10 +328,8 @@ class NestedVI(
                 raise
             if self.correct == "mcmc" and not run.certified:
                 with clock.part("NUTS from the draws"):
-                    run = corrected(
-                        run, programs, rng_key, self.num_samples,
-                        progress_bar=self.progress_bar,
-                    )  # fmt: skip
+                    show = self.progress_bar
+                    run = corrected(run, rng_key, self.num_samples, progress_bar=show)
         if not run.certified and self.correct is None:
             warnings.warn(
                 f"{certificate(run)}. (correct='mcmc' runs NUTS from them)",

@@ -367,19 +367,18 @@ class CheckedData:
             )
         arguments = Arguments.split(args, kwargs).on(self._mesh)
         data = arguments.data
-        traced = is_traced((state, arguments))
-        seen = arguments.shapes, int(data)
-        if traced or seen != self._seen:
+        if is_traced((state, arguments)):
             check_arguments(self._model, args, kwargs)
-        if not traced and seen != self._seen:
+            return arguments, data, self._guide.valid(arguments)
+        seen = arguments.shapes, int(data)
+        if seen != self._seen:
+            check_arguments(self._model, args, kwargs)
             self._guide.check_data(arguments)
             structure = self._guide.structure
             check_observations(self._model, structure, arguments, self._programs)
-            if self._seen is None or seen[0] != self._seen[0]:
-                check_basis(state, structure)
-            self._seen = seen
-        # The other checks run after the last step.
-        if not traced and self._guide.structure.basis_mark:
+        # A state of the same data may have another basis.
+        known = self._seen is not None and seen[0] == self._seen[0]
+        if not known or self._guide.structure.basis_mark:
             check_basis(state, self._guide.structure)
-        valid = True if not traced else self._guide.valid(arguments)
-        return arguments, data, valid
+        self._seen = seen
+        return arguments, data, True

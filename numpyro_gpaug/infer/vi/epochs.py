@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 
 import jax.numpy as jnp
 from jax import Array, lax, random
@@ -72,11 +73,8 @@ def next_batch(
             continue
         order, position = epochs[name]
         over = position + plate.subsample_size > plate.size
-        shuffle_key = random.fold_in(key, k)
-        order = lax.cond(
-            over, lambda k=shuffle_key, o=order: random.permutation(k, o),
-            lambda o=order: o,
-        )  # fmt: skip
+        shuffled = partial(random.permutation, random.fold_in(key, k))
+        order = lax.cond(over, shuffled, lambda order: order, order)
         position = jnp.where(over, 0, position)
         indices[name] = lax.dynamic_slice(order, (position,), (plate.subsample_size,))
         following[name] = order, position + plate.subsample_size
