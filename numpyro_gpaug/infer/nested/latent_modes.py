@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from numpyro_gpaug.infer.nested.drawer import Drawer
+from numpyro_gpaug.infer.nested.programs import Evaluated
 from numpyro_gpaug.math.compiling import jit_for_few_runs
 
 # The largest number of lines through the mean of the Gaussian, and the places on them,
@@ -66,53 +67,38 @@ def searched(drawer: Drawer, point: np.ndarray, rng: np.random.Generator) -> Sea
     structure = programs.structure
     if not structure.size or all(s.log_concave for s in structure.observed):
         return Searched(concave=True)
-    concave, along = _along_lines(drawer, point, rng)
+    own = drawer.found(point)
+    concave, along = _along_lines(drawer, point, own.factors, rng)
     if concave:
         return Searched(concave=True)
     white = rng.normal(size=(FROM_PRIOR, structure.form.rank))
     prior = white if structure.standard else programs.from_white(point, white, data)
-    own, all_ = drawer.found(point), np.concatenate([along, prior])
-    starts = programs.factors_at(point, own.factors, all_, data)
-    found = [_Mode.of(own)]
+    starts = programs.factors_at(
+        point, own.factors, np.concatenate([along, prior]), data
+    )
+    found = [own]
     number = len(along) + FROM_PRIOR
     for i in range(number):
         start = jax.tree.map(lambda x, i=i: np.asarray(x)[i : i + 1], starts)
-        mode = _Mode.of(drawer.search(point, start))
-        if np.isfinite(mode.bound) and all(mode.is_separate(m, rng) for m in found):
+        mode = drawer.search(point, start)
+        if np.isfinite(mode.bound[0]) and all(_apart(mode, m, rng) for m in found):
             found.append(mode)
-    best = max(m.bound for m in found)
-    kept = [m for m in found if m.bound > best - NEGLIGIBLE]
-    kept.sort(key=lambda m: -m.bound)
-    if len(kept) > 1 or kept[0] is not found[0]:
-        drawer.draw_from(point, [(m.factors, m.bound) for m in kept[:MOST]])
+    modes = [(m.factors, float(m.bound[0])) for m in found]
+    best = max(bound for _, bound in modes)
+    kept = [(factors, bound) for factors, bound in modes if bound > best - NEGLIGIBLE]
+    kept.sort(key=lambda mode: -mode[1])
+    if len(kept) > 1 or kept[0][0] is not own.factors:
+        drawer.draw_from(point, kept[:MOST])
     return Searched(False, number, len(kept))
 
 
-class _Mode(NamedTuple):
-    """A mode with its Gaussian.
-
-    :param bound: the collapsed bound.
-    :param factors: Gaussian factors on the predictors.
-    :param moments: moments of the latents.
-    """
-
-    bound: float
-    factors: Any
-    moments: Any
-
-    @classmethod
-    def of(cls, evaluated: Any) -> _Mode:
-        """Return the mode of an evaluation at one point."""
-        moments = jax.tree.map(lambda x: np.asarray(x)[0], evaluated.moments)
-        return cls(float(evaluated.bound[0]), evaluated.factors, moments)
-
-    def is_separate(self, other: _Mode, rng: np.random.Generator) -> bool:
-        """Whether the distance of the means exceeds the widths of the Gaussians."""
-        noise = rng.normal(size=(64, other.moments.rank))
-        noise = noise.astype(other.moments.mean.dtype)
-        widths = [np.asarray(_deviations(m.moments, noise)) for m in (self, other)]
-        apart = np.abs(np.asarray(self.moments.mean - other.moments.mean))[0]
-        return bool((apart > APART * np.maximum(*widths)).any())
+def _apart(one: Evaluated, other: Evaluated, rng: np.random.Generator) -> bool:
+    """Whether the distance of the means of two Gaussians exceeds their widths."""
+    both = [jax.tree.map(lambda x: np.asarray(x)[0], m.moments) for m in (one, other)]
+    noise = rng.normal(size=(64, both[1].rank)).astype(both[1].mean.dtype)
+    widths = [np.asarray(_deviations(q, noise)) for q in both]
+    apart = np.abs(np.asarray(both[0].mean - both[1].mean))[0]
+    return bool((apart > APART * np.maximum(*widths)).any())
 
 
 # Outside of a program the recurrences of chains would be compiled at every call.
@@ -123,20 +109,20 @@ def _deviations(moments: Any, noise: np.ndarray) -> jax.Array:
 
 
 def _along_lines(
-    drawer: Drawer, point: np.ndarray, rng: np.random.Generator
+    drawer: Drawer, point: np.ndarray, factors: Any, rng: np.random.Generator
 ) -> tuple[bool, np.ndarray]:
     """Return whether the log-density of every observation is concave along lines
     through the mean of the Gaussian, and the latents at other maxima of the joint
     log-density.
 
-    :param drawer: the drawer, which knows the Gaussian.
+    :param drawer: the drawer.
     :param point: unconstrained hyperparameters, (d,).
+    :param factors: factors of the Gaussian, with a leading axis of 1.
     :param rng: random numbers.
     """
     programs, data = drawer.programs, drawer.data
     size, dtype = programs.structure.form.rank, programs.structure.dtype
     steps = np.concatenate([-REACH[::-1], [0.0], REACH])
-    factors = drawer.found(point).factors
     _, terms, _ = programs.terms(point, factors, np.zeros((1, size)), data)
     room = ROOM // (len(steps) * (terms.shape[1] + size))
     number = int(np.clip(room, 2, LINES))

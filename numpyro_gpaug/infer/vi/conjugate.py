@@ -452,8 +452,7 @@ class ConjugateSVI(RunsModel, NotPickled, instead=_UNPICKLED):
         check_run(rng_key, num_steps, tol)
         args, kwargs, labels = self._read(args, kwargs, begins=True)
         responses = Responses.split(self.model, args, kwargs, over)
-        bar = tqdm(total=responses.number, disable=not progress_bar)
-        with bar:
+        with tqdm(total=responses.number, disable=not progress_bar) as bar:
             found = self._programs.fit_each(
                 rng_key, num_steps, tol, responses, bar.update
             )
