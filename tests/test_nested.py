@@ -1132,14 +1132,11 @@ def test_mixtures_weigh_their_parts_by_their_counts():
     proposal = Proposal((d, d._replace(mode=np.ones(1))), (0.6, 0.3), 0.1)
     prior, counts = proposal.counts(100)
     assert prior == 10
-    assert prior + sum(counts) == 100
+    assert prior + sum(n for _, n in counts) == 100
     points = proposal.draws(100, np.zeros((10, 1)), np.random.default_rng(0))
     assert points.shape == (100, 1)
     log_prior = np.zeros(100)
-    mixed = prior + sum(
-        n * np.exp(part.log_density(points))
-        for part, n in zip(proposal.components, counts, strict=True)
-    )
+    mixed = prior + sum(n * np.exp(part.log_density(points)) for part, n in counts)
     found = proposal.log_density(points, log_prior, 100)
     np.testing.assert_allclose(found, np.log(mixed / 100), rtol=1e-9)
 

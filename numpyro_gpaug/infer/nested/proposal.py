@@ -109,13 +109,14 @@ class Proposal(NamedTuple):
     shares: tuple[float, ...]
     from_prior: float
 
-    def counts(self, num: int) -> tuple[int, list[int]]:
-        """Return the numbers of points, out of ``num``, from the prior and from each
-        component."""
+    def counts(self, num: int) -> tuple[int, list[tuple[StudentT, int]]]:
+        """Return the number of points, out of ``num``, from the prior, and the
+        components that others are from, each with their number."""
         prior = int(round(self.from_prior * num))
         edges = np.round(np.cumsum([0.0, *self.shares]) / sum(self.shares) * num)
         edges = np.round(edges * (num - prior) / num).astype(int)
-        return prior, [int(x) for x in np.diff(edges)]
+        pairs = zip(self.components, np.diff(edges), strict=True)
+        return prior, [(component, int(n)) for component, n in pairs if n]
 
     def draws(
         self, num: int, prior: np.ndarray, rng: np.random.Generator
@@ -127,7 +128,7 @@ class Proposal(NamedTuple):
         :param rng: random numbers.
         """
         own, counts = self.counts(num)
-        parts = [component.draws(n, rng) for component, n in self._used(counts)]
+        parts = [component.draws(n, rng) for component, n in counts]
         return np.concatenate([prior[:own], *parts])
 
     def log_density(
@@ -140,17 +141,10 @@ class Proposal(NamedTuple):
         :param num: number of points that were drawn.
         """
         own, counts = self.counts(num)
-        terms = [
-            np.log(n) + component.log_density(points)
-            for component, n in self._used(counts)
-        ]
+        terms = [np.log(n) + c.log_density(points) for c, n in counts]
         if own:
             terms.append(np.log(own) + log_prior)
         return special.logsumexp(terms, axis=0) - np.log(num)
-
-    def _used(self, counts: list[int]) -> list[tuple[StudentT, int]]:
-        pairs = zip(self.components, counts, strict=True)
-        return [(component, n) for component, n in pairs if n]
 
 
 def tempered(log_weights: np.ndarray, least: float) -> np.ndarray:
