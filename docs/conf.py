@@ -138,7 +138,8 @@ autoclass_content = "class"
 autodoc_preserve_defaults = True
 autodoc_default_options = {
     "members": True, "special-members": "__call__",
-    "exclude-members": "view",  # the class of a guide's views is for this package
+    # The classes of a guide's views, and of a loss's guides, are for this package.
+    "exclude-members": "guides,view",
 }  # fmt: skip
 # A link that leads nowhere is an error. Docstrings that are inherited from NumPyro have
 # some to what no list in inventories/ has; a test holds our own to those lists.
