@@ -243,14 +243,13 @@ class ProcessGuide(Displayed):
         known, found = other.known(), program(arguments)
         if other.moves:
             known, found = ({k: x[1] for k, x in y.items()} for y in (known, found))
-        trees: list[Any] = [jax.tree.structure(x) for x in (known, found)]
-        if trees[0] != trees[1]:
-            return False
-        pairs = zip(jax.tree.leaves(known), jax.tree.leaves(found), strict=True)
-        if not all(np.shape(a) == np.shape(b) and np.allclose(a, b) for a, b in pairs):
-            return False
-        self._alike.add(arguments.shapes)
-        return True
+        agree: bool = jax.tree.structure(known) == jax.tree.structure(found) and all(
+            np.shape(a) == np.shape(b) and np.allclose(a, b)
+            for a, b in zip(*map(jax.tree.leaves, (known, found)), strict=True)
+        )
+        if agree:
+            self._alike.add(arguments.shapes)
+        return agree
 
     def is_set_up(self) -> bool:
         """Whether the guide has the structure of the current model with

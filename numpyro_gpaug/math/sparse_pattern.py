@@ -449,22 +449,15 @@ class _Builder:
         mine = np.flatnonzero(self.group == g)
         pivots[self.front[mine], self.place[mine]] = mine
         front, node = np.divmod(self.borders[g], max(self.size, 1))
-        border = np.zeros((m, b), np.int64)
-        border[front, _ranks(front, m)[0]] = 1 + slots[node]
-        arrays = pivots, border, *self._parents(g)
-        return Group(*(x.astype(np.int32) for x in arrays))
-
-    def _parents(self, g: int) -> tuple[_Indices, _Indices]:
-        m, _, b = self._widths(g)
+        place = front, _ranks(front, m)[0]
+        border, parent = np.zeros((m, b), np.int64), np.zeros(m, np.int64)
+        border[place] = 1 + slots[node]
         up = np.full((m, b), -1)
-        if g == 0:
-            return np.zeros(m, np.int64), up
-        shift = self.tops[g] - self.tops[g - 1]
-        parent = np.searchsorted(self.codes[g - 1], self.codes[g] >> shift)
-        front, node = np.divmod(self.borders[g], max(self.size, 1))
-        rank = _ranks(front, m)[0]
-        up[front, rank] = self._locate(g - 1, parent[front], node)
-        return parent, up
+        if g:
+            shift = self.tops[g] - self.tops[g - 1]
+            parent = np.searchsorted(self.codes[g - 1], self.codes[g] >> shift)
+            up[place] = self._locate(g - 1, parent[front], node)
+        return Group(*(x.astype(np.int32) for x in (pivots, border, parent, up)))
 
 
 def _ranks(keys: _Indices, count: int) -> tuple[_Indices, _Indices]:
