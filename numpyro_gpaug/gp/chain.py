@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from numpyro_gpaug.gp.kernels._state_space import Term, block_diagonal, terms_of
@@ -186,7 +187,7 @@ class Chain:
     def own(self) -> Weights:
         """Return the function values at the given times."""
         _, place = self._order
-        parts = []
+        parts: list[Any] = [np.zeros((len(place), 0), self.given.dtype)]
         for term, steps in zip(self._moving, self._steps, strict=True):
             parts.append(_spread(term.waves(self.given), steps.value[place]))
         weights = jnp.concatenate(parts, -1)
@@ -196,7 +197,8 @@ class Chain:
     def at(self, t: Array) -> Weights:
         """Return the function values at times (N,)."""
         left, right = self._neighbours(t)
-        weights, residual = [], jnp.zeros_like(t)
+        weights: list[Any] = [2 * [np.zeros((len(t), 0), t.dtype)]]
+        residual = jnp.zeros_like(t)
         for term, between in zip(self._moving, self._between(t), strict=True):
             waves = term.waves(t)
             both = between.of_left, between.of_right

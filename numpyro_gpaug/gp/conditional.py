@@ -62,11 +62,8 @@ class Outputs:
         """Shape of the function values: (N,), (N, C) or (N, L)."""
         if self.loadings is None:
             return self.latent_shape
-        outputs = self.loadings.shape[0]
-        return (
-            self.size,
-            outputs if self.latents is None else np.shape(self.latents)[-1],
-        )
+        chosen = self.latents
+        return self.size, len(self.loadings) if chosen is None else np.shape(chosen)[-1]
 
     def select(self, per_latent: Array) -> Array:
         """The selected latents of an array with a leading axis 1 or C."""

@@ -14,7 +14,7 @@ from jax import Array
 
 from numpyro_gpaug._numpyro import outside_plates
 from numpyro_gpaug.gp.chain import Chain, Weights
-from numpyro_gpaug.gp.conditional import Conditional, Outputs
+from numpyro_gpaug.gp.conditional import Conditional
 from numpyro_gpaug.math.linalg import precise, safe_sqrt
 
 # Names of the sites of a process: standard normal variables behind its states, weights
@@ -73,14 +73,8 @@ class MarkovConditional(Conditional):
         return jnp.reshape(self.X, -1)
 
     @cached_property
-    def _weights(self) -> Weights | None:
-        if not self.chain.width:
-            return None
+    def _weights(self) -> Weights:
         return self.chain.own() if self._own else self.chain.at(self._times)
-
-    @cached_property
-    def outputs(self) -> Outputs:
-        return Outputs(None, None, None, None, self.X.shape[0])
 
     @property
     def dtype(self) -> np.dtype:
@@ -90,22 +84,17 @@ class MarkovConditional(Conditional):
     def projection(self) -> Array:
         """The weights of the two states next to each time, (1, 2 R, N)."""
         weights = self._weights
-        if weights is None:
-            return jnp.zeros((1, 0, len(self.X)), self.dtype)
         return jnp.concatenate([weights.of_left, weights.of_right], -1).T[None]
 
     @cached_property
     def residual(self) -> Array:
         """The variance of f given the states, (1, N)."""
-        weights = self._weights
-        if self._own or weights is None:
-            return jnp.zeros((1, len(self.X)), self.dtype)
-        return weights.residual[None]
+        return self._weights.residual[None]
 
     @property
     def residual_covariance(self) -> Array:
         """The covariance of f given the states, (1, N, N)."""
-        if self._own or not self.chain.width:
+        if self._own:
             return jnp.zeros((1, len(self.X), len(self.X)), self.dtype)
         return self.chain.residual_covariance(self._times)[None]
 
@@ -122,9 +111,9 @@ class MarkovConditional(Conditional):
         :param eps: standard normal numbers, (N,), or ``None`` for no residual.
         """
         # NaN if times are not finite, because these have no order.
-        values, weights = self.mean[0] + 0 * self._times, self._weights
-        if weights is not None and self.states is not None:
-            values = values + weights(self.states)
+        values = self.mean[0] + 0 * self._times
+        if self.states is not None:
+            values = values + self._weights(self.states)
         if self._constants is not None:
             waves = self.chain.waves(self._times)
             values = values + (waves * self._constants).sum(-1)

@@ -228,10 +228,10 @@ class GaussianProcess(Displayed):
             or for ``latents`` of another shape.
         """
         X = as_inputs(X, "X")
+        if latents is not None:
+            self._check_latents(X, latents)
         if self.markov:
             self._check_times(X, "X")
-            if latents is not None:
-                self._check_latents(X, latents)
             return self._declared(markov_conditional(self, X))
         if X.ndim > 2 or columns(X) != columns(self.inducing):
             raise ValueError(
@@ -239,8 +239,6 @@ class GaussianProcess(Displayed):
                 f"its inducing inputs have shape {self.inducing.shape}: expected (N, "
                 f"{columns(self.inducing)})"
             )
-        if latents is not None:
-            self._check_latents(X, latents)
         return self._declared(Conditional(self, X, latents))
 
     def _declared(self, conditional: Conditional) -> Array:

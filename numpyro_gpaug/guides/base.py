@@ -243,7 +243,8 @@ class ProcessGuide(Displayed):
         known, found = other.known(), program(arguments)
         if other.moves:
             known, found = ({k: x[1] for k, x in y.items()} for y in (known, found))
-        agree: bool = jax.tree.structure(known) == jax.tree.structure(found) and all(
+        tree: Any = jax.tree.structure(known)
+        agree: bool = tree == jax.tree.structure(found) and all(
             np.shape(a) == np.shape(b) and np.allclose(a, b)
             for a, b in zip(*map(jax.tree.leaves, (known, found)), strict=True)
         )
