@@ -104,8 +104,7 @@ class Moments(NamedTuple):
     def whiten(self, deviation: Array) -> Array:
         """Return the noise of deviations, (..., M), for a lower whitener; the inverse
         of :meth:`unwhiten`."""
-        columns = deviation[..., None]
-        return linalg.solve_lower(self.whitener, columns, transpose=True)[..., 0]
+        return _solve(self.whitener, deviation, transpose=True)
 
     def precision_root(self) -> Array:
         """``R`` with precision ``R R'``, upper triangular, (..., M, M), for any

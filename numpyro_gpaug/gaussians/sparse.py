@@ -705,17 +705,17 @@ class Sparse(Structure):
         border = jnp.zeros((self.nodes, self.layout.others), dtype)
         for one, other in ((left, right), (right, left)):
             weighted = cross[:, None] * one.value
-            border = border.at[one.place].add(
-                weighted[..., None] * other.dense[:, None]
-            )
+            outer = weighted[..., None] * other.dense[:, None]
+            border = border.at[one.place].add(outer)
+            if self.sums:
+                sums = weighted * other.value.sum(-1, keepdims=True)
+                there = jnp.asarray(pattern.diagonal)[one.place]
+                entries = entries.at[there].add(sums)
         row, column = left.place[:, :, None], right.place[:, None]
         product = (cross[:, None] * left.value)[..., None] * right.value[:, None]
         own = 0 if self.sums else 2 * product
         product = jnp.where(row == column, own, product)
         entries = entries.at[pattern.places(row, column)].add(product, mode="drop")
-        for one, other in ((left, right), (right, left)) if self.sums else ():
-            sums = cross[:, None] * one.value * other.value.sum(-1, keepdims=True)
-            entries = entries.at[jnp.asarray(pattern.diagonal)[one.place]].add(sums)
         half = linalg.sum_of_products(cross[:, None] * left.dense, right.dense)
         zeros = jnp.zeros((1, self.size), dtype)
         corner = (half + half.T)[None]

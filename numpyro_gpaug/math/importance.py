@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from scipy.special import logsumexp, softmax
+from scipy.special import exprel, logsumexp, softmax
 
 
 class Psis(NamedTuple):
@@ -82,19 +82,13 @@ def smoothed_columns(
     fitted = ~even & (tail > 4) & (exceedances[(tail - 1) // 4] > 0)
     if fitted.any():
         khats[fitted], scales = _generalised_pareto(exceedances[:, fitted])
-        levels = (np.arange(tail) + 0.5) / tail
-        quantiles = scales * _stretched(-np.log1p(-levels)[:, None], khats[fitted])
+        levels = (np.arange(tail)[:, None] + 0.5) / tail
+        distance = -np.log1p(-levels)  # quantiles of an exponential distribution
+        quantiles = scales * distance * exprel(khats[fitted] * distance)
         better = np.minimum(np.log(below[:, fitted] + quantiles), 0.0)
         log_weights[highest[:, fitted], fitted] = better
     log_weights[:, even] = 0.0
     return khats, log_weights - np.log(np.exp(log_weights).sum(0))
-
-
-def _stretched(x: np.ndarray, k: np.ndarray) -> np.ndarray:
-    """Map quantiles of an exponential distribution to quantiles of a generalised Pareto
-    distribution."""
-    k_or_1 = np.where(k == 0, 1.0, k)
-    return np.where(k == 0, x, np.expm1(k_or_1 * x) / k_or_1)
 
 
 def _generalised_pareto(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
