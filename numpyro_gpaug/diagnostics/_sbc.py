@@ -16,14 +16,9 @@ from scipy.special import ndtr
 from tqdm.auto import tqdm
 
 from numpyro_gpaug._display import Displayed, Rows, entries, name_of
+from numpyro_gpaug.diagnostics import _run
 from numpyro_gpaug.diagnostics._arviz import tree_of
 from numpyro_gpaug.diagnostics._pit import ranks
-from numpyro_gpaug.diagnostics._run import (
-    data_sites,
-    log_density,
-    observed_sites,
-    one_draw,
-)
 from numpyro_gpaug.errors import CholeskyError
 from numpyro_gpaug.infer import ConjugateSVI, NestedVI
 from numpyro_gpaug.math.compiling import jit
@@ -313,7 +308,7 @@ def _with_more(model: Model) -> Callable[..., Any]:
     def simulated(data: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         with handlers.trace() as first:
             model(*args, **kwargs)
-        hidden = first.keys() - observed_sites(first).keys()
+        hidden = first.keys() - _run.observed_sites(first).keys()
         latents = {k: first[k]["value"] for k in hidden if first[k]["type"] == "sample"}
         again = handlers.substitute(handlers.condition(model, data=data), data=latents)
         seen = handlers.block(again, hide_fn=lambda s: not s.get("is_observed"))
@@ -360,8 +355,8 @@ def _drawn(
             f"params {params} have no prior to draw from. Make them sample sites, or "
             "plain numbers"
         )
-    observed = observed_sites(trace)
-    if factors := [k for k in observed if k not in data_sites(trace)]:
+    observed = _run.observed_sites(trace)
+    if factors := [k for k in observed if k not in _run.data_sites(trace)]:
         raise ValueError(
             f"{factors[0]!r} is a numpyro.factor, and no data can be drawn from it. "
             "Write it as an observed site, with a distribution of your own"
@@ -377,7 +372,9 @@ def _drawn(
 
     @jit
     def every(arguments: Arguments, given: Values, keys: Array) -> Any:
-        return lax.map(lambda each: one_draw(model, arguments, *each), (given, keys))
+        return lax.map(
+            lambda each: _run.one_draw(model, arguments, *each), (given, keys)
+        )
 
     found = every(arguments, given, keys)
     prior, data = jax.tree.map(np.asarray, found)
@@ -407,7 +404,7 @@ def _likelihood(
 
     def one(values: Values) -> Array:
         trace = run_model(model, given, random.key(0), values)
-        return log_density([*observed_sites(trace).values()])
+        return _run.log_density([*_run.observed_sites(trace).values()])
 
     return lax.map(one, latents)
 

@@ -14,20 +14,8 @@ from jax import Array, random
 from jax.typing import ArrayLike
 from numpyro.infer import MCMC
 
+from numpyro_gpaug.diagnostics import _run
 from numpyro_gpaug.diagnostics._arviz import tree_of
-from numpyro_gpaug.diagnostics._run import (
-    Seen,
-    data_sites,
-    densities_of_data,
-    evaluated_at,
-    log_priors,
-    observed_sites,
-    prior_groups,
-    prior_sampler,
-    programs_for,
-    replicated,
-    top_level,
-)
 from numpyro_gpaug.guides import AutoLatentGaussian
 from numpyro_gpaug.guides.function_space import AutoFunctionSpaceGP
 from numpyro_gpaug.infer import NestedVI
@@ -56,26 +44,25 @@ def tree_of_nested(key: Array, nested: NestedVI) -> DataTree:
     flat = {k: x.reshape(chains * num, *x.shape[2:]) for k, x in draws.items()}
     arguments = nested.arguments
     latent = {*nested.latents}
-    tops = [n for n in top_level(nested.model, arguments) if n in latent]
+    tops = [n for n in _run.top_level(nested.model, arguments) if n in latent]
 
     def one(
         given: Arguments, each: tuple[Array, dict[str, Array]]
     ) -> tuple[Values, ...]:
         key, values = each
         trace = run_model(nested.model, given, key, values)
-        sites = observed_sites(trace).items()
+        sites = _run.observed_sites(trace).items()
         densities = {k: stable_log_prob(s["fn"], s["value"]) for k, s in sites}
-        return (
-            replicated(data_sites(trace), key), densities_of_data(trace, densities),
-            log_priors(trace, tops),
-        )  # fmt: skip
+        new = _run.replicated(_run.data_sites(trace), key)
+        terms = _run.densities_of_data(trace, densities)
+        return new, terms, _run.log_priors(trace, tops)
 
     @jax.jit
     def everywhere(given: Arguments, keys: Array, values: Values) -> Any:
         first = {k: x[0] for k, x in values.items()}
         trace = run_model(nested.model, given, keys[0], first)
         found = jax.lax.map(lambda each: one(given, each), (keys, values))
-        return {k: Seen.of(s) for k, s in data_sites(trace).items()}, found
+        return {k: _run.Seen.of(s) for k, s in _run.data_sites(trace).items()}, found
 
     key, prior_key = random.split(key)
     keys = random.split(key, chains * num)
@@ -93,8 +80,8 @@ def tree_of_nested(key: Array, nested: NestedVI) -> DataTree:
         "posterior_predictive": predicted,
         "log_likelihood": densities,
         "log_prior": priors,
-        **prior_groups(
-            prior_sampler(nested.model), arguments, {}, prior_key, chains * num
+        **_run.prior_groups(
+            _run.prior_sampler(nested.model), arguments, {}, prior_key, chains * num
         ),
     }
     summed = _summed(nested.model, nested.structure, arguments, seen)
@@ -312,20 +299,20 @@ def to_datatree(
     arguments = Arguments.split(args, kwargs)
     # Changes that the model itself makes do not count.
     with watched(model).running():
-        programs = programs_for(model, guide, arguments)
+        programs = _run.programs_for(model, guide, arguments)
         guide_key, model_key, prior_key = random.split(key, 3)
         latents, log_q = programs.draw(
             arguments, params, random.split(guide_key, num_samples)
         )
         latents, log_q = jax.tree.map(np.asarray, latents), np.asarray(log_q, float)
         fixed = {n for n in programs.delta if (latents[n] == latents[n][:1]).all()}
-        draws, log_p, observed = evaluated_at(
+        draws, log_p, observed = _run.evaluated_at(
             programs, arguments, params, random.split(model_key, num_samples),
             {n: v[0] for n, v in latents.items() if n in fixed},
             {n: v for n, v in latents.items() if n not in fixed},
         )  # fmt: skip
         given = programs.prior, arguments, params
-        prior = prior_groups(*given, prior_key, num_samples)
+        prior = _run.prior_groups(*given, prior_key, num_samples)
         pseudo, densities = programs.pseudo, draws.likelihoods.items()
         groups: dict[str, dict[str, Any]] = {
             "posterior": {**latents, **draws.deterministic},
