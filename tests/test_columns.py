@@ -11,6 +11,7 @@ import pytest
 
 import numpyro_gpaug as gpaug
 from numpyro_gpaug.model.columns import Columns
+from tests.problems import unfitted
 
 KEY = jax.random.key(0)
 TABLE = pd.DataFrame(
@@ -222,7 +223,7 @@ def test_integrated_hyperparameters_have_labels_beside_them() -> None:
         with numpyro.plate("data", len(herd)):
             numpyro.sample("y", dist.Normal(effect[herd], 1), obs=y)
 
-    nested = gpaug.NestedVI(integrated, num_points=256, progress_bar=False)
+    nested = gpaug.NestedVI(integrated, num_points=64, progress_bar=False)
     nested.run(KEY, TABLE["herd"], TABLE["dose"])
     names = [*(f"effect[{x}]" for x in ("east", "north", "west"))]
     names += [f"tau[{i}]" for i in range(3)]
@@ -250,11 +251,11 @@ def test_labels_are_those_of_the_members_that_data_index() -> None:
 
     svi = gpaug.ConjugateSVI(weekly, gpaug.AutoLatentGaussian(weekly))
     given = TABLE["herd"], TABLE["herd"], np.array([3, 0, 4]), TABLE["dose"]
-    fit = svi.run(KEY, 1, *given, weeks=3, progress_bar=False)
+    posterior = unfitted(svi, *given, weeks=3)
     # Herds are not districts.
     expected = [*(f"walk[{x}]" for x in ("east", "north", "west"))]
     expected += [f"place[{i}]" for i in range(5)]
-    assert list(svi.posterior(fit).summary().index) == expected
+    assert list(posterior.summary().index) == expected
     # Codes 0 to 2 need not be the first three of four weeks.
     wrong = "'walk' has 4 members in an order, and 'week' indexes it by 3 labels"
     with pytest.raises(ValueError, match=wrong):
@@ -276,6 +277,6 @@ def test_text_without_an_order_is_no_ordinal_response() -> None:
         with pytest.raises(ValueError, match="'rating' is ordinal.* high, low, mid. P"):
             run(KEY, TABLE["dose"], text)
     ordered = pd.Categorical(text, names, ordered=True)
-    fit = svi.run(KEY, 1, TABLE["dose"], ordered, progress_bar=False)
-    shares = svi.posterior(fit).average(TABLE["dose"]).summary()
+    posterior = unfitted(svi, TABLE["dose"], ordered)
+    shares = posterior.average(TABLE["dose"]).summary()
     assert list(shares.index) == names

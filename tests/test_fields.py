@@ -78,8 +78,12 @@ TOLERANCE = 2e-4
 @pytest.mark.parametrize("graph", GRAPHS)
 def test_icar_is_the_scaled_zero_sum_normal(graph):
     covariance, labels = reference(GRAPHS[graph])
-    field = ICAR(sparse.csr_array(GRAPHS[graph]), scale=1.7)
-    np.testing.assert_allclose(field.variance, 1.7**2 * covariance.diagonal(), 1e-5)
+
+    @jax.jit
+    def found(u):
+        field = ICAR(sparse.csr_array(GRAPHS[graph]), scale=1.7)
+        return field.variance, field.support(u), field.log_prob(u)
+
     values, vectors = np.linalg.eigh(covariance)
     kept = values > 1e-9
     isolated = np.bincount(labels)[labels] == 1
@@ -88,8 +92,10 @@ def test_icar_is_the_scaled_zero_sum_normal(graph):
     u = 1.7 * z @ (vectors[:, kept] * np.sqrt(values[kept])).T
     expected = -0.5 * (z**2).sum(1) - 0.5 * np.log(2 * np.pi * values[kept]).sum()
     expected -= kept.sum() * np.log(1.7)
-    assert field.support(u.astype(np.float32)).all()
-    np.testing.assert_allclose(jax.jit(field.log_prob)(u), expected, TOLERANCE)
+    variance, supported, density = found(u)
+    np.testing.assert_allclose(variance, 1.7**2 * covariance.diagonal(), 1e-5)
+    assert supported.all()
+    np.testing.assert_allclose(density, expected, TOLERANCE)
 
 
 @pytest.mark.parametrize("graph", GRAPHS)
@@ -98,13 +104,18 @@ def test_the_transform_is_an_isometry_onto_the_support(graph):
     transform = biject_to(field.support)
     assert transform.inverse_shape((2, field.graph.size)) == (2, field.graph.rank)
     x = np.random.default_rng(0).normal(size=(2, field.graph.rank)).astype(np.float32)
-    y = jax.jit(lambda x: transform(x))(x)
+
+    @jax.jit
+    def everything(x):
+        y = transform(x)
+        return y, transform.inv(y), field.support(y), field.support(y + 1)
+
+    y, back, supported, beside = map(np.asarray, everything(x))
     assert y.shape == transform.forward_shape(x.shape)
-    assert field.support(y).all()
-    assert not field.support(y + 1).any()
-    np.testing.assert_allclose(jax.jit(lambda y: transform.inv(y))(y), x, atol=1e-5)
+    assert supported.all()
+    assert not beside.any()
+    np.testing.assert_allclose(back, x, atol=1e-5)
     inner = x @ x.T
-    y = np.asarray(y)
     np.testing.assert_allclose(y @ y.T, inner, rtol=1e-4, atol=1e-4)
     assert transform == biject_to(ICAR(GRAPHS[graph]).support)
     jax.tree.map(jnp.shape, (transform, field.support))
@@ -166,9 +177,13 @@ def test_gmrf_is_the_multivariate_normal():
     np.testing.assert_allclose([slope], slopes(twin, [2.0]), 1e-3)
     expected = -np.linalg.solve(gmrf_covariance(2.0), x[0] - 0.5)
     np.testing.assert_allclose(force, expected, 1e-3, 1e-3)
-    several = gmrf(2.0, jnp.zeros((3, 12)))
-    assert several.batch_shape == (3,)
-    assert jax.eval_shape(several.log_prob, x[:, None]).shape == (2, 3)
+
+    def of_several(x):
+        several = gmrf(2.0, jnp.zeros((3, 12)))
+        assert several.batch_shape == (3,)
+        return several.log_prob(x)
+
+    assert jax.eval_shape(of_several, x[:, None]).shape == (2, 3)
 
 
 @pytest.mark.parametrize("sd", [0.3, 0.77])
@@ -282,48 +297,59 @@ def test_a_smooth_curve_is_made_of_independent_numbers(number):
 @pytest.mark.parametrize("name", ["icar", "bym2", "gmrf", "walk"])
 def test_draws_have_the_covariance(name):
     field, covariance = field_of(name)
-    draws = jax.jit(lambda key: field.sample(key, (4000,)))(jax.random.key(0))
+
+    @jax.jit
+    def drawn(key):
+        draws = field.sample(key, (4000,))
+        return draws, field.support(draws)
+
+    draws, supported = map(np.asarray, drawn(jax.random.key(0)))
     found = np.cov(draws.T)
     deviation = np.sqrt(np.outer(*[covariance.diagonal()] * 2) / 4000)
     assert (abs(found - covariance) < 6 * deviation + 1e-3).all()
-    if isinstance(field, ICAR):
-        assert field.support(draws).all()
+    assert supported.all()
 
 
 @pytest.mark.parametrize("dtype", ["float64"], indirect=True)
 @pytest.mark.parametrize("name", ["icar", "bym2", "gmrf", "walk"])
 def test_the_sparse_form_is_the_field(name, dtype):
-    field, covariance = field_of(name)
-    prior = sparse_prior(field)
-    precision = np.zeros((prior.pattern.size,) * 2)
-    precision[prior.pattern.rows, prior.pattern.columns] = prior.values
+    covariance, kept = field_of(name)[1], []
+
+    @jax.jit
+    def parts():
+        prior = sparse_prior(field_of(name)[0])
+        kept.append(prior)
+        eye = jnp.eye(prior.pattern.size)
+        return prior.values, prior.value(eye) - prior.value(0 * eye), prior.log_det()
+
+    values, affine, found_log_det = map(np.asarray, parts())
+    pattern, constraints = kept[0].pattern, kept[0].constraints
+    precision = np.zeros((pattern.size,) * 2)
+    precision[pattern.rows, pattern.columns] = values
     precision += np.tril(precision, -1).T
-    eye = np.eye(len(precision))
-    affine = jax.jit(lambda eye: prior.value(eye) - prior.value(0 * eye))(eye)
-    affine = np.asarray(affine).T
-    free = eye
-    if prior.constraints is not None:
-        free = np.linalg.svd(prior.constraints)[2][len(prior.constraints) :].T
+    free = np.eye(pattern.size)
+    if constraints is not None:
+        free = np.linalg.svd(constraints)[2][len(constraints) :].T
     inner = free.T @ precision @ free
-    half = affine @ free
+    half = affine.T @ free
     found = half @ np.linalg.solve(inner, half.T)
     np.testing.assert_allclose(found, covariance, rtol=1e-3, atol=1e-3)
     log_det = np.linalg.slogdet(inner)[1]
-    np.testing.assert_allclose(prior.log_det(), log_det, 1e-3, 1e-3)
+    np.testing.assert_allclose(found_log_det, log_det, 1e-3, 1e-3)
 
 
 @pytest.mark.parametrize("is_sparse", [False, True])
 def test_the_sparse_form_of_car(is_sparse):
     graph = GRAPHS["connected"]
     graph = sparse.csr_matrix(graph) if is_sparse else graph
-    d = dist.CAR(1.0, 0.7, 2.0, graph, is_sparse=is_sparse)
-    prior = sparse_prior(d)
-    found = GMRF(0.0, sparse.eye_array(60))
-    found.pattern, found.values, found.sums = prior.pattern, prior.values, prior.sums
     x = np.random.default_rng(0).normal(size=60).astype(np.float32)
 
     @jax.jit
     def both(x):
+        d = dist.CAR(1.0, 0.7, 2.0, graph, is_sparse=is_sparse)
+        prior, found = sparse_prior(d), GMRF(0.0, sparse.eye_array(60))
+        found.pattern, found.values = prior.pattern, prior.values
+        found.sums = prior.sums
         scale = jnp.log(prior.scales[0][0])
         return found.log_prob(x), d.log_prob(prior.value(x)) + 60 * scale
 
@@ -334,7 +360,7 @@ def test_the_sparse_form_of_car(is_sparse):
 def test_gradients_of_densities():
     pieces = GRAPHS["pieces"]
     covariance, labels = reference(pieces)
-    u = ICAR(pieces).sample(jax.random.key(1))
+    u = jax.jit(lambda key: ICAR(pieces).sample(key))(jax.random.key(1))
 
     @jax.jit
     @jax.grad
@@ -377,6 +403,10 @@ def test_fields_are_sites_of_numpyro():
     assert again.graph is ICAR(GRAPHS["pieces"]).graph
 
 
+def bcoo(matrix):
+    return BCOO.from_scipy_sparse(sparse.coo_array(matrix))
+
+
 def spoilt(entries, shape=(4, 4)):
     matrix = np.zeros(shape)
     for place, value in entries.items():
@@ -395,7 +425,7 @@ def spoilt(entries, shape=(4, 4)):
     ],
 )
 def test_graphs_that_are_none(adjacency, message):
-    for of in (np.asarray, sparse.csr_array, BCOO.fromdense):
+    for of in (np.asarray, sparse.csr_array, bcoo):
         given = of(adjacency)
         with pytest.raises(ValueError, match=message):
             ICAR(given)
@@ -501,24 +531,30 @@ def test_a_map_of_islands_is_independent():
 def test_space_time_is_a_kronecker_product(dtype):
     adjacency = planar(6)
     steps, correlation, persistence, scale = 4, 0.8, -0.6, 0.7
-    field = SpaceTime(adjacency, steps, scale, correlation, persistence)
     of_areas = np.linalg.inv(np.diag(adjacency.sum(0)) - correlation * adjacency)
     lags = np.abs(np.subtract.outer(np.arange(steps), np.arange(steps)))
     covariance = scale**2 * np.kron(persistence**lags, of_areas)
     x = np.random.default_rng(0).normal(size=(steps, 6))
     expected = log_density(covariance, x.ravel())
-    log_prob, variance, drawn = jax.jit(
-        lambda key: (field.log_prob(x), field.variance, field.sample(key, (20_000,)))
-    )(jax.random.key(0))
+    kept = []
+
+    @jax.jit
+    def everything(key):
+        field = SpaceTime(adjacency, steps, scale, correlation, persistence)
+        prior = sparse_prior(field)
+        kept.append(prior.pattern)
+        own = field.log_prob(x), field.variance, field.sample(key, (20_000,))
+        return *own, prior.values, prior.log_det()
+
+    log_prob, variance, drawn, values, found_log_det = everything(jax.random.key(0))
     np.testing.assert_allclose(log_prob, expected, rtol=1e-10)
     np.testing.assert_allclose(variance.ravel(), np.diag(covariance), rtol=1e-10)
-    prior = sparse_prior(field)
-    rows, columns = prior.pattern.rows, prior.pattern.columns
+    rows, columns = kept[0].rows, kept[0].columns
     precision = np.zeros((24, 24))
-    precision[rows, columns] = precision[columns, rows] = prior.values
+    precision[rows, columns] = precision[columns, rows] = values
     np.testing.assert_allclose(precision @ covariance, scale**2 * np.eye(24), atol=1e-9)
     log_det = np.linalg.slogdet(precision)[1]
-    np.testing.assert_allclose(prior.log_det(), log_det, rtol=1e-10)
+    np.testing.assert_allclose(found_log_det, log_det, rtol=1e-10)
     drawn = np.asarray(drawn).reshape(-1, 24)
     np.testing.assert_allclose(np.cov(drawn.T), covariance, atol=0.05)
 

@@ -58,7 +58,7 @@ def refits(y, groups, likelihood):
         inside = groups == name
         posterior, data = fitted(y, ~inside, likelihood)
         density = posterior.log_prob(*data[:2], everything, y, likelihood=likelihood)
-        found[inside] = density[inside]
+        found[inside] = np.asarray(density)[inside]
     return found
 
 
@@ -92,8 +92,9 @@ def test_each_datum_in_a_group_of_its_own_is_leave_one_out() -> None:
 
 def test_groups_of_counts_are_left_out_nearly() -> None:
     posterior, data = fitted(COUNTS, EVERYTHING, poisson)
-    found = posterior.leave_out(GROUP, *data).log_prob(COUNTS)
-    expected, inside = refits(COUNTS, GROUP, poisson), posterior.log_prob(*data)
+    found = np.asarray(posterior.leave_out(GROUP, *data).log_prob(COUNTS))
+    expected = refits(COUNTS, GROUP, poisson)
+    inside = np.asarray(posterior.log_prob(*data))
     assert abs(found.sum() - expected.sum()) < 0.1 * abs(inside.sum() - expected.sum())
 
 
@@ -153,6 +154,7 @@ def test_hyperparameters_follow_their_posterior_without_the_group(likelihood, y)
     without = posterior(~left).log_prob(TIME, GROUP, EVERYTHING, y)
     # The tolerance covers the Monte Carlo error, and the Gaussian approximation for
     # counts.
+    found, without = map(np.asarray, (found, without))
     np.testing.assert_allclose(found[left], without[left], atol=0.1)
 
 

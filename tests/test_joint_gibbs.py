@@ -216,7 +216,8 @@ def test_what_has_no_augmentation_is_named() -> None:
     def init(model, likelihood, **how):
         y = LABELS if likelihood is not robust else REALS
         kernel = gpaug.AugmentedGaussian(model)
-        kernel.init(KEY, 0, None, (X, GROUP, y), {"likelihood": likelihood, **how})
+        given = (X, GROUP, y), {"likelihood": likelihood, **how}
+        jax.eval_shape(lambda key: kernel.init(key, 0, None, *given), KEY)
 
     with pytest.raises(gpaug.NotConjugateError, match="Bernoulli.logits=eta"):
         init(given, lambda eta: dist.Poisson(jnp.exp(eta)))

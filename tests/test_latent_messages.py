@@ -63,7 +63,7 @@ def test_independent_gaussians_have_the_same_checks():
     place = np.arange(N)
     with pytest.raises(ValueError, match="'f' has 12 members.*1 to 12"):
         run(T, place + 1, GROUP, REAL, REAL)
-    posterior = svi.posterior(run(T, place, GROUP, REAL, REAL))
+    posterior = unfitted(svi, T, place, GROUP, REAL, REAL, inducing=T[:3, None])
     with pytest.raises(ValueError, match="'w' has 4 members.*1 to 4"):
         run(T, place, GROUP + 1, REAL, REAL)
     with pytest.raises(ValueError, match="'w' has 4 members.*new group"):
@@ -163,10 +163,7 @@ def svi():
 
 @pytest.fixture(scope="module")
 def posterior(svi):
-    X, Z = T[:, None], T[::4, None]
-    result = svi.run(KEY, 3, X, REAL, inducing=Z, progress_bar=False)
-    assert result.state.unreached["f"] < 0.5
-    return svi.posterior(result)
+    return unfitted(svi, T[:, None], REAL, inducing=T[::4, None])
 
 
 def test_tables_leave_out_whitened_inducing_values(posterior, tmp_path):

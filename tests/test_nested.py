@@ -747,7 +747,7 @@ def test_uneven_weights_are_annealed():
     each = special.logsumexp(likelihood + stats.norm.logpdf(a), -1) + np.log(0.014)
     joint = number @ each + stats.halfnorm.logpdf(tau, scale=4)
     evidence = special.logsumexp(joint) + np.log(tau[1] - tau[0])
-    found = nested(counts, y, num_points=128, key=1)
+    found = nested(counts, y, num_points=64, key=1)
     assert "annealed" in str(found)
     assert found.certified
     fields = found.get_extra_fields()

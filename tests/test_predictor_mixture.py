@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 import pytest
-from scipy import special
+from scipy import special, stats
 
 from numpyro_gpaug._numpyro import Ordered
 from numpyro_gpaug.distributions._grid import Grid
@@ -33,7 +33,7 @@ DISTRIBUTIONS: dict[str, Callable[[Any], dist.Distribution]] = {
 }
 
 
-SLOW = {"beta-binomial", "ordinal", "zero-inflated", "truncated"}
+SLOW = {"negative binomial", "beta-binomial", "zero-inflated", "truncated"}
 
 
 @pytest.mark.parametrize(
@@ -42,9 +42,9 @@ SLOW = {"beta-binomial", "ordinal", "zero-inflated", "truncated"}
 )
 def test_draws_follow_the_probabilities(name: str) -> None:
     nodes = 6
-    at = 0.7 * jax.random.normal(jax.random.key(0), (nodes, 4))
-    leaves, treedef = jax.tree.flatten(jax.vmap(DISTRIBUTIONS[name])(at))
-    weights = jax.nn.softmax(jnp.arange(nodes) / 3)
+    at = 0.7 * np.random.default_rng(0).normal(size=(nodes, 4)).astype("float32")
+    leaves, treedef = jax.tree.flatten(jax.jit(jax.vmap(DISTRIBUTIONS[name]))(at))
+    weights = special.softmax(np.arange(nodes, dtype="float32") / 3)
     varies = (True,) * len(leaves)
     mixture = PredictorMixture(tuple(leaves), weights, treedef, varies, (4,), ())
     draws, *moments = jax.jit(
@@ -87,8 +87,8 @@ def over_nodes(of: Callable[[Any], dist.Distribution], dimensions: int) -> Any:
     """Return a mixture for three data."""
     x, weights = nodes(dimensions, jnp.zeros(0).dtype)
     each = jax.vmap(lambda z: of([*jnp.broadcast_to(z[:, None], (dimensions, 3))]))
-    leaves = jax.tree.leaves(Ordered(each(x)))
-    component = of(jnp.zeros((dimensions, 3)))
+    leaves = jax.tree.leaves(jax.jit(lambda x: Ordered(each(x)))(x))
+    component = jax.eval_shape(of, jnp.zeros((dimensions, 3)))
     varies = tuple(jnp.ndim(leaf) > 0 for leaf in leaves)
     return PredictorMixture(
         tuple(leaves), weights, jax.tree.structure(Ordered(component)), varies,
@@ -139,8 +139,8 @@ def test_flags_and_numbers_of_trials_have_no_values_in_between() -> None:
         return dist.RightCensoredDistribution(dist.Normal(z[0], 0.1), censored)
 
     mixture, y = over_nodes(of, 1), jnp.array([0.5, 0.5, -1.2])
-    sum_ = dist.Normal(0, np.sqrt(1.01))
-    expected = jnp.where(censored, jnp.log1p(-sum_.cdf(y)), sum_.log_prob(y))
+    sum_ = stats.norm(0, np.sqrt(1.01))
+    expected = np.where(censored, sum_.logsf(y), sum_.logpdf(y))
     np.testing.assert_allclose(mixture.log_prob(y), expected, atol=2e-3)
     draws = mixture.sample(jax.random.key(0), (2000,))
     np.testing.assert_allclose(draws.std(0), np.sqrt(1.01), atol=0.07)
@@ -209,8 +209,8 @@ def test_angles_have_circular_moments() -> None:
 
 def test_weights_that_differ_between_data() -> None:
     loc, weights = (
-        jnp.arange(6.0).reshape(2, 3),
-        jnp.array([[0.2, 0.5, 1], [0.8, 0.5, 0]]),
+        np.arange(6, dtype="float32").reshape(2, 3),
+        np.array([[0.2, 0.5, 1], [0.8, 0.5, 0]], "float32"),
     )
     leaves, treedef = jax.tree.flatten(dist.Normal(loc[0], 1.0))
     varies = tuple(jnp.shape(x) == (3,) for x in leaves)
@@ -221,10 +221,11 @@ def test_weights_that_differ_between_data() -> None:
     ]  # every datum has its own weights
     y = jnp.linspace(-1, 2, 12).reshape(4, 3)
     for name in ("log_prob", "cdf"):
-        each = jnp.stack([getattr(m, name)(y)[:, i] for i, m in enumerate(one)], 1)
+        each = [np.asarray(getattr(m, name)(y))[:, i] for i, m in enumerate(one)]
+        each = np.stack(each, 1)
         np.testing.assert_allclose(getattr(mixture, name)(y), each, rtol=1e-5)
     for name in ("mean", "variance"):
-        each = jnp.stack([getattr(m, name)[i] for i, m in enumerate(one)])
+        each = [np.asarray(getattr(m, name))[i] for i, m in enumerate(one)]
         np.testing.assert_allclose(getattr(mixture, name), each, rtol=1e-5)
     draws = mixture.sample(jax.random.key(0), (4000,))
     np.testing.assert_allclose(draws.mean(0), mixture.mean, atol=0.1)
@@ -242,11 +243,11 @@ def test_nodes_without_a_moment_are_left_out_if_they_weigh_nothing() -> None:
             tuple(leaves), weights, treedef, (True,) * len(leaves), (1,), ()
         )
 
-    alone = dist.TruncatedNormal(1.0, 0.5, low=0.0)
+    alone = stats.truncnorm(-2, np.inf, 1.0, 0.5)
     found, known = mixture(1e-6), jnp.array([0.7])
-    np.testing.assert_allclose(found.mean, alone.mean, rtol=1e-4)
-    np.testing.assert_allclose(found.variance, alone.variance, rtol=1e-3)
-    expected = alone.log_prob(known)
+    np.testing.assert_allclose(found.mean, alone.mean(), rtol=1e-4)
+    np.testing.assert_allclose(found.variance, alone.var(), rtol=1e-3)
+    expected = alone.logpdf(known)
     np.testing.assert_allclose(found.log_prob(known), expected, rtol=1e-4)
     assert not np.isfinite(mixture(0.1).log_prob(known)).any()
 

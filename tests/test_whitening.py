@@ -20,6 +20,7 @@ from numpyro_gpaug.inducing import kmeans
 from numpyro_gpaug.math.linalg import inverse_cholesky
 from numpyro_gpaug.math.whitening import inverse_root, least_jitter
 from tests.conftest import enable_x64, slow
+from tests.models import gram
 
 NOISE = 0.05
 SMOOTH, ROUGH = kernels.SquaredExponential, kernels.Matern52
@@ -121,15 +122,15 @@ def test_hard_matrices_are_whitened(size) -> None:
     Z[size // 2 :] = Z[: size - size // 2]
     for kernel in (SMOOTH, ROUGH, kernels.Periodic):
         for lengthscale in np.array([1, 100, 1e4], np.float32):
-            gram = np.asarray(kernel(lengthscale, np.float32(10))(Z, Z))
-            whitener = np.asarray(root(gram), float)
+            K = gram(kernel(lengthscale, np.float32(10)), Z, Z)
+            whitener = np.asarray(root(K.astype(np.float32)), float)
             assert np.isfinite(whitener).all()
             # The explained variance is at most the variance itself.
-            explained = np.square(whitener @ gram).sum(0)
+            explained = np.square(whitener @ K).sum(0)
             tolerance = 2e-6 * size
-            assert (explained < gram.diagonal() * (1 + tolerance)).all()
+            assert (explained < K.diagonal() * (1 + tolerance)).all()
             # Almost nothing is unexplained, either.
-            assert (explained > gram.diagonal() * (1 - tolerance)).all()
+            assert (explained > K.diagonal() * (1 - tolerance)).all()
 
 
 def test_near_inducing_inputs_are_told_apart() -> None:
@@ -152,10 +153,10 @@ def test_near_inducing_inputs_are_told_apart() -> None:
 
 def test_well_conditioned_matrices_lose_nothing(dtype) -> None:
     Z = np.arange(12.0).astype(dtype)[:, None]
-    grams = jnp.stack([ROUGH(np.asarray(s, dtype))(Z, Z) for s in (0.5, 2.0)])
-    root = jax.jit(inverse_root)(grams)
+    grams = np.stack([gram(ROUGH(np.asarray(s, dtype)), Z, Z) for s in (0.5, 2.0)])
+    root = jax.jit(inverse_root)(grams.astype(dtype))
     assert root.dtype == dtype
-    root, grams = np.asarray(root), np.asarray(grams)
+    root = np.asarray(root)
     eye = np.broadcast_to(np.eye(12), grams.shape)
     tolerance = 1e-4 if dtype == "float32" else 1e-10
     np.testing.assert_allclose(
@@ -166,8 +167,8 @@ def test_well_conditioned_matrices_lose_nothing(dtype) -> None:
 def test_matrices_choose_their_jitter_apart() -> None:
     """In a stack, and mapped over: the jitter of one matrix is not added to another."""
     Z = np.random.default_rng(0).normal(size=(60, 1)).astype(np.float32)
-    grams = jnp.stack([SMOOTH(np.float32(s))(Z, Z) for s in (30.0, 0.01)])
-    alone = jax.jit(inverse_root)
+    grams = np.stack([gram(SMOOTH(np.float32(s)), Z, Z) for s in (30.0, 0.01)])
+    grams, alone = grams.astype(np.float32), jax.jit(inverse_root)
     each = np.stack([alone(gram) for gram in grams])
     np.testing.assert_allclose(alone(grams), each, rtol=1e-3, atol=2e-2)
     mapped = jax.jit(jax.vmap(inverse_root))(grams)
