@@ -147,12 +147,9 @@ class ArrowRows:
 
         if not isinstance(dataset, datasets.Dataset):
             dataset = datasets.dataset(dataset)
-        self._columns = {
-            name: [given] if isinstance(given, str) else list(given)
-            for name, given in columns.items()
-        }
-        self._flat = {name for name, given in columns.items() if isinstance(given, str)}
-        wanted = [x for names in self._columns.values() for x in names]
+        self._columns = columns
+        lists = ([x] if isinstance(x, str) else x for x in columns.values())
+        wanted = [name for names in lists for name in names]
         if unknown := sorted(set(wanted) - set(dataset.schema.names)):
             raise ValueError(
                 f"the data have no columns {unknown}. They have {dataset.schema.names}"
@@ -172,11 +169,13 @@ class ArrowRows:
         """
         table = self._blocks[block].to_table(columns=self._names, schema=self._schema)
         known = {name: _numbers(table[name], name) for name in self._names}
-        found = {}
-        for name, columns in self._columns.items():
-            arrays = [known[column] for column in columns]
-            found[name] = arrays[0] if name in self._flat else np.stack(arrays, 1)
-        return _plain(found)
+
+        def array(given: str | Sequence[str]) -> np.ndarray:
+            if isinstance(given, str):
+                return known[given]
+            return np.stack([known[name] for name in given], 1)
+
+        return _plain({name: array(given) for name, given in self._columns.items()})
 
 
 def _split(fragment: Any) -> list[tuple[Any, int]]:

@@ -75,19 +75,13 @@ class ClosedParam(NamedTuple):
         """Return the statistic summed over the data, with their masks and scales."""
         (site,) = (s for s in expected.sites if s.name == self.site)
         fn, value, scale = expected.likelihoods[self.site]
-        means, variances = of_site(carried, site)
-        y = feasible(fn, value)
-
-        def counted(base: Any) -> Array:
-            return self.step.statistic(base, y, means, variances)
-
-        if not vector:
-            return scaled_sum(through_wrappers(fn, counted), scale)
+        base, y = base_distribution(fn), feasible(fn, value)
+        found = self.step.statistic(base, y, *of_site(carried, site))
 
         def total(part: Array) -> Array:
             return scaled_sum(through_wrappers(fn, lambda _: part), scale)
 
-        return jax.vmap(total, in_axes=-1)(counted(base_distribution(fn)))
+        return jax.vmap(total, in_axes=-1)(found) if vector else total(found)
 
 
 def closed_params(
