@@ -589,10 +589,9 @@ class LatentGaussian:
         :param ascents: gradients of the bound with respect to the means, by block.
         """
 
-        def step(q: Any, ascent: Array) -> Array:
-            if (solve := getattr(q, "solve", None)) is not None:
-                found: Array = solve(ascent)
-                return found
+        def step(q: Any, ascent: Array) -> Any:
+            if hasattr(q, "solve"):
+                return q.solve(ascent)
             noise = jax.ShapeDtypeStruct((*ascent.shape[:-1], q.rank), ascent.dtype)
             whiten = jax.linear_transpose(q.unwhiten, noise)
             return q.unwhiten(whiten(ascent)[0])

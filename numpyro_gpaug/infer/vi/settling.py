@@ -87,9 +87,8 @@ def settled(
 
     def going(carry: Any) -> Array:
         moves, (_, evaluation, _), rise, _, _ = carry
-        least = (_least_seen if several else jnp.maximum)(
-            evaluation.rounding, tolerance
-        )
+        largest = _least_seen if several else jnp.maximum
+        least = largest(evaluation.rounding, tolerance)
         return (moves < MAX_MOVES) & (rise > least)
 
     def move(carry: Any) -> Any:
