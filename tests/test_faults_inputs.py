@@ -465,6 +465,12 @@ def test_natural_parameters_are_not_for_gradients() -> None:
         jax.eval_shape(lambda: svi.init(KEY, X, Y, inducing=Z))
 
 
+def test_distances_are_of_functions() -> None:
+    guide = gpaug.AutoLatentGaussian(classifier, covariance="dense")
+    with pytest.raises(TypeError, match="a AutoLatentGaussian.*AutoFunctionSpaceGP"):
+        gpaug.TraceWasserstein_ELBO().loss(KEY, {}, classifier, guide, X, Y)
+
+
 def test_inducing_inputs_by_position_are_told_their_name() -> None:
     def keyword(X, y=None, *, inducing):
         raise AssertionError("not run")
