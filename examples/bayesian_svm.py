@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Bayesian support vector machine, from a file to a picture.
 
-Cross-validates a nonlinear machine whose lengthscale and variance are learnt on the
-training bound, without a grid; turns its decision function into probabilities by
-two rules; compares with a Gaussian process with Bernoulli likelihood, a support vector
-machine with Platt scaling and logistic regression; and draws ``bayesian_svm.png``::
+The script cross-validates a nonlinear machine, whose lengthscale and variance are
+learnt on the training bound, without a grid. Two rules turn its decision function into
+probabilities. The script compares them with a Gaussian process with Bernoulli
+likelihood, a support vector machine with Platt scaling and logistic regression, and
+draws ``bayesian_svm.png``::
 
     python examples/bayesian_svm.py
     python examples/bayesian_svm.py --data mine.npz --inducing 200 --out mine.png

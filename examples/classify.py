@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Binary classification with a sparse Gaussian process, from a file to a picture.
 
-Fits by closed-form updates and learns the hyperparameters on the same bound. If there
-are few columns, the kernel has a lengthscale for each and a linear term. A temperature
-is chosen on labels left out, which makes probabilities calibrated. The script compares
-with logistic regression and a support vector machine, checks the fit with ArviZ, saves
-and loads the posterior, and draws ``classify.png``::
+Closed-form updates fit the process, and the hyperparameters are learnt on the same
+bound. If there are few columns, the kernel has a lengthscale for each and a linear
+term. Labels left out choose a temperature that calibrates the probabilities. The script
+compares with logistic regression and a support vector machine, checks the fit with
+ArviZ, saves and loads the posterior, and draws ``classify.png``::
 
     python examples/classify.py
     python examples/classify.py --data mine.npz --inducing 200 --out mine.png

@@ -2,13 +2,13 @@
 """Images classified by a neural network with a Gaussian measure around it.
 
 Gaussian Wasserstein inference (Wild, Hu and Sejdinovic, 2022) fits a Gaussian measure
-on functions whose mean is a network and whose covariance is that of a sparse Gaussian
+on functions. Its mean is a network, and its covariance belongs to a sparse Gaussian
 process. The script compares it with the same network trained by cross-entropy, and with
 the same Gaussian process fitted by its evidence bound, on test images and on two kinds
 of foreign images: test images rotated by a quarter turn, and test images with their
 pixels shuffled (in one order for all). Scores are computed on test images. The AUROC
-measures how well the entropy of the predicted class identifies a foreign image. Draws
-``function_space_images.png``::
+measures how well the entropy of the predicted class identifies a foreign image. The
+picture is ``function_space_images.png``::
 
     python examples/function_space_images.py
     python examples/function_space_images.py --data mine.npz --inducing 200

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inverse links learnt from data, from files to a picture.
 
-For labels 0/1 the link is learnt free and increasing, beside the sigmoid. For real
-observations the link is a function of a standard process that makes non-normal
-marginals: learnt free, and with a normal prior that keeps it near a straight line,
-drawn with a band of two posterior standard deviations. Writes ``learned_link.png``::
+For labels 0/1 the script learns a free link and an increasing one, and compares them
+with the sigmoid. For real observations the link turns a standard process into
+non-normal marginals. It is learnt free, and with a normal prior that keeps it near a
+straight line, with a band of two posterior standard deviations. The picture is
+``learned_link.png``::
 
     python examples/learned_link.py
     python examples/learned_link.py --data heart.npz boston.npz --out mine.png

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A binomial mixed model, from a table to intervals and a picture, beside NUTS.
 
-Intercepts that vary between groups and a factor with fixed effects, written as for any
-other inference. ``NestedVI`` integrates all effects and the standard deviation between
-groups, and certifies the result. The posterior is saved, loaded again, and predicts a
-group it has not seen::
+The model has intercepts that vary between groups, and a factor with fixed effects.
+``NestedVI`` integrates all effects and the standard deviation between groups, and
+certifies the result. The posterior is saved, loaded again, and predicts a new group::
 
     python examples/mixed_model.py
     python examples/mixed_model.py --csv mine.csv --successes ill --total n --group farm

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Multi-class classification with sparse Gaussian processes, from data to a picture.
 
-Fits softmax, logistic-softmax and robust-max likelihoods with the same model function,
-beside logistic regression and a support vector machine. Everything is learnt on the
-bound, inducing inputs too; the kernel and the temperature are those of ``classify.py``.
-Then it fits the toy problem of Galy-Fajou et al. (2020), with class probabilities as
-red, green and blue. For images it also learns a distance over which neighbouring pixels
-are averaged. Draws ``multiclass.png``::
+The script fits softmax, logistic-softmax and robust-max likelihoods with the same model
+function, beside logistic regression and a support vector machine. Everything is learnt
+on the bound, inducing inputs too. The kernel and the temperature are the ones of
+``classify.py``. For images the script also learns a distance over which neighbouring
+pixels are averaged. Then it fits the toy problem of Galy-Fajou et al. (2020), with
+class probabilities as red, green and blue, and draws ``multiclass.png``::
 
     python examples/multiclass.py
     python examples/multiclass.py --data mine.npz --inducing 300 --out mine.png
