@@ -627,7 +627,7 @@ def test_cut_points_beside_one_weight_are_a_point_and_labels_are_checked():
             numpyro.sample("y", dist.OrderedLogistic(slope * t, cuts), obs=y)
 
     assert structure_of(ordinal, T, CLASSES).structure.others == ("gaps",)
-    with pytest.raises(ValueError, match=r"'y'.* take values \[4\].*Labels are 0..3"):
+    with pytest.raises(ValueError, match=r"'y'.* contain \[4\].*Labels are 0..3"):
         structure_of(ordinal, T, CLASSES + 1)
 
 

@@ -269,9 +269,9 @@ class JointPredictiveView(JointView):
         known = {s.name: self._of_site(s) for s in self.structure.observed}
         if name not in known:
             raise ValueError(
-                f"site={name!r}: the values that can be predicted are "
-                f"{sorted([*known, *values])}. numpyro.deterministic gives a "
-                "predictor a name"
+                f"site={name!r} is none of the values that can be predicted, "
+                f"{sorted([*known, *values])}. To predict a predictor, name it by "
+                "numpyro.deterministic"
             )
         self._demand(name)
         if len(known[name]) != 1 or not self._has_root_of_its_own(name):

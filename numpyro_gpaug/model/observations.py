@@ -109,6 +109,8 @@ def check_shape(name: str, site: dict[str, Any]) -> None:
                 f"; a column ({shape[0]}, 1) with rows ({shape[0]},) broadcasts to a "
                 "square: index or squeeze the column, X[:, 0]"
             )
+        if len(shape) == len(expected) and shape[1:] == expected[1:]:
+            hint += "; pass equally many rows of all arguments"
         extra = shape[: len(shape) - len(expected)]
         if extra and not hint and shape == extra + expected:
             hint = (
@@ -448,8 +450,8 @@ def invalid_error(name: str, parameter: str, site: dict[str, Any]) -> ValueError
     elif base.is_discrete:
         hint = _hint_of_labels(base, value)
     return ValueError(
-        f"site {name!r}: observations of shape {value.shape} take values "
-        f"{shown}, outside the support of {cls}{hint}"
+        f"site {name!r}: observations of shape {value.shape} contain {shown}, outside "
+        f"the support of {cls}{hint}"
     )
 
 

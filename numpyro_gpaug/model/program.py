@@ -52,9 +52,10 @@ class Gather(NamedTuple):
         pairs = zip(self.sizes, lows, highs, strict=True)
         for size, low, high in pairs:
             if low < 0 or high >= size:
+                numbers = low if low == high else f"numbers from {low} to {high}"
                 return (
                     f"{self.name!r} has {size} members along an axis, codes 0 to "
-                    f"{size - 1}, but is indexed by numbers from {low} to {high}"
+                    f"{size - 1}, but is indexed by {numbers}"
                 )
         if least < 0:
             return (

@@ -112,7 +112,7 @@ def overview(run: Any, num_samples: int) -> list[tuple[str, str]]:
     latents = ", ".join(f"{s.name} {s.value_shape}" for s in structure.sites)
     samples = -(-num_samples // run.num_chains) * run.num_chains
     rows = [
-        ("way", run.way),
+        ("method", run.way),
         ("hyperparameters", hyper),
         ("latents", latents),
         (
