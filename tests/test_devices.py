@@ -289,12 +289,17 @@ def test_sharded_columns_are_refused():
 
 def test_blocks_of_rows_keep_to_their_devices():
     mesh = rows_mesh(mesh_of(), ())
-    rows = jnp.arange(4 * 7.0)
-    with jax.set_mesh(mesh):
-        assert shards() == 4
+    rows = np.arange(4 * 7.0)
+
+    @jax.jit
+    def everything(rows):
         cut = blocks.cut_rows(rows, 8)
         back = blocks.over_blocks(lambda x: x, cut, len(rows))
-        odd = blocks.cut_rows(rows[:-1], 8)
+        return cut, back, blocks.cut_rows(rows[:-1], 8)
+
+    with jax.set_mesh(mesh):
+        assert shards() == 4
+        cut, back, odd = everything(rows)
     np.testing.assert_array_equal(cut[0], [[0, 1], [7, 8], [14, 15], [21, 22]])
     np.testing.assert_array_equal(back, rows)
     assert odd.shape == (4, 1, 8)

@@ -163,9 +163,14 @@ def test_members_without_an_answer_are_dropped_if_they_weigh_little(log_weight) 
     loc = jnp.array([[0.0, 1.0], [2.0, 3.0], [jnp.nan, 0.0], [9.0, 9.0]])
     # The last member allows to leave the first datum out only just.
     worth = jnp.array([[-1.0, -1.0], [-1.0, -3.0], [jnp.nan, -1.0], [-90.0, -1.0]])
-    each = jax.vmap(lambda x: dist.Normal(x, jnp.ones(2), validate_args=False))(loc)
-    weights = jax.nn.log_softmax(jnp.array([0.0, 0.0, log_weight, -20.0]))
-    found = MIXED["left_out"](WithoutData(each, worth), weights)
+
+    @jax.jit
+    def mixed(weights):
+        each = jax.vmap(lambda x: dist.Normal(x, jnp.ones(2), validate_args=False))(loc)
+        weights = jax.nn.log_softmax(weights)
+        return MIXED["left_out"](WithoutData(each, worth), weights)
+
+    found = mixed(jnp.array([0.0, 0.0, log_weight, -20.0]))
     if log_weight == -2:
         # The caller looks for them.
         assert np.isnan(found.distribution.weights).any(0).tolist() == [True, False]
