@@ -1,6 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Latent Gaussian models, Gaussian processes included, as ordinary NumPyro models with
-any likelihood."""
+"""Latent Gaussian models in NumPyro, with any likelihood.
+
+A model is an ordinary NumPyro function. :class:`AutoLatentGaussian` puts one Gaussian
+on its Gaussian latents (random effects, walks, fields, weights, processes), and
+:class:`ConjugateSVI` fits it. :class:`NestedVI` also integrates the hyperparameters.
+:class:`GaussianProcess` adds processes to a model, and :class:`AutoSparseGP` fits them
+to large data. :class:`EllipticalSlice` and :class:`AugmentedGaussian` sample exactly.
+"""
 
 from importlib import import_module
 from typing import Any

@@ -36,21 +36,25 @@ SCALED = "its density is scaled, by handlers.scale or a plate that is subsampled
 class Survey:
     """The sites of a model, from a trace without arithmetic.
 
-    It lists names of ``latent`` and ``observed`` sites, the ``classes`` of the latter
-    and how many of their axes are ``correlated``, ``candidates`` for a joint Gaussian
-    and those candidates that are ``scanned``, latents that are ``held`` (fixed at a
-    point estimate) and why, ``plates``, ``constraints`` of params, ``shapes`` of values
-    and of ``functions``, ``fields`` (the coordinates of candidates with a sparse
-    precision), ``blocks`` (the processes and the vector normals) with the shapes of
-    their ``inputs``, processes that are ``chains``, inducing values of processes that
-    are ``uncalled``, latents that are ``discrete``, ``loaded`` processes, whose outputs
-    share latents, the plates that sites are ``inside`` of, ``limited`` sites, whose
-    observations are continuous and not any real numbers, and the ``dtype`` of the
-    Gaussian.
-
     :param model: a NumPyro model.
     :param arguments: its arguments.
     :param data: names of observed sites, where they are not observed.
+    :ivar latent: names of latent sites; ``discrete`` names the discrete ones.
+    :ivar observed: names of observed sites. ``classes`` has their distributions, and
+        ``correlated`` the number of their correlated axes. ``limited`` names sites
+        whose observations are continuous and not any real numbers.
+    :ivar candidates: latents that may be part of a joint Gaussian. ``scanned`` names
+        the ones in a ``scan``, and ``fields`` has the coordinates of the ones with a
+        sparse precision.
+    :ivar held: latents that are fixed at a point estimate, each with the reason.
+    :ivar blocks: processes and vector normals, and ``inputs`` the shapes of their
+        inputs. ``chains`` names processes that are chains, ``loaded`` processes whose
+        outputs share latents, and ``uncalled`` inducing values of processes that are
+        not called.
+    :ivar shapes: shapes of values; ``functions`` has shapes of function values.
+    :ivar constraints: constraints of params.
+    :ivar inside: the plates around each site.
+    :ivar dtype: the dtype of the Gaussian.
     """
 
     def __init__(

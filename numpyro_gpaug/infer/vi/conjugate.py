@@ -110,9 +110,9 @@ class ConjugateSVI(RunsModel, NotPickled, instead=_UNPICKLED):
     state, and the run warns.
 
     With fifty or more params without a natural scale, such as the weights of a network,
-    a run begins with Adam at a rate of .01, for a third of its steps or 300 at most,
-    because second-order steps would change scales too far first. L-BFGS continues from
-    the highest bound.
+    a run begins with Adam, because second-order steps would change scales too far
+    first. Adam takes a third of the steps, at most 300, at a rate of .01. L-BFGS
+    continues from the highest bound.
 
     *Minibatches* (a plate with ``subsample_size``): epochs are shuffled, and the step
     size decays. A step is halved while the bound of its rows falls. An update of the
