@@ -86,20 +86,19 @@ def loo(tree: DataTree, site: str | None = None, *, correct: bool = True) -> Any
 def _check_site(tree: DataTree, site: str | None) -> None:
     """Raise if there is no likelihood for leave-one-out; see :func:`loo`."""
     pseudo = tree.children.get("pseudo_log_likelihood", {})
-    if not (pseudo or "log_likelihood" in tree.children):
+    names = sorted(map(str, tree.children.get("log_likelihood", {})))
+    if not (pseudo or names):
         raise ValueError(
             "loo needs an observed site with a likelihood, and the model has none. "
             "numpyro.factor does not state terms for single observations: write a "
             "distribution with log_prob instead"
         )
-    if site in pseudo or (site is None and "log_likelihood" not in tree.children):
+    if site in pseudo or (site is None and not names):
         raise ValueError(
             f"loo needs an observed site with a likelihood. {list(pseudo)} have a "
             "pseudo-likelihood, which is not normalised over labels: score "
             "held-out labels by Posterior.log_prob(X, y) instead"
         )
-    found = tree.children.get("log_likelihood")
-    names = [] if found is None else sorted(map(str, found.data_vars))
     if (site is None and len(names) > 1) or (site is not None and site not in names):
         raise ValueError(
             f"site={site!r}: the sites with a likelihood are {names}; pass site=..."

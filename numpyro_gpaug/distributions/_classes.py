@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
-from jax import Array, random
-from numpyro.distributions import Distribution, constraints
+from jax import Array
+from numpyro.distributions import CategoricalLogits, Distribution, constraints
 from numpyro.distributions.util import validate_sample
 
 
@@ -39,10 +39,8 @@ class Classes(Distribution):
         return jnp.exp(self.log_probs)
 
     def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
-        log_probs = self.log_probs
-        # Not batch_shape, which still has the old axes under vmap over a distribution.
-        shape = (*sample_shape, *log_probs.shape[:-1])
-        return random.categorical(key, log_probs, shape=shape)
+        classes = CategoricalLogits(self.log_probs, validate_args=False)
+        return classes.sample(key, tuple(sample_shape))
 
     @validate_sample
     def log_prob(self, value: Array) -> Array:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
-from jax import Array, random
+from jax import Array
 from jax.scipy.special import ndtr
 from jax.typing import ArrayLike
 from numpyro.distributions import constraints
@@ -87,10 +87,8 @@ class BayesianSVM(dist.Distribution):
         :param key: random key.
         :param sample_shape: shape of independent draws.
         """
-        probs = self.probs
-        # Not batch_shape, which still has the old axes under vmap over a distribution.
-        draws = random.bernoulli(key, probs, (*sample_shape, *probs.shape))
-        return draws.astype(jnp.result_type(int))
+        labels = dist.BernoulliProbs(self.probs, validate_args=False)
+        return labels.sample(key, tuple(sample_shape))
 
     @validate_sample
     def log_prob(self, value: ArrayLike) -> Array:
