@@ -20,7 +20,7 @@ from numpyro_gpaug.model.costs import MAX_DENSE
 from numpyro_gpaug.predict.added_rows import PartsDifferError, without_added
 from numpyro_gpaug.predict.arguments import FitArguments, joined_rows
 from numpyro_gpaug.predict.mixture import Fitted
-from numpyro_gpaug.predict.predictor import Predictor, Prepared
+from numpyro_gpaug.predict.predictor import Predictor, Prepared, Query
 
 SMALL_BATCH = 128
 
@@ -78,37 +78,34 @@ class Calls:
                 predictor.check(arguments, self._fitted, self._marks, "")
         return called
 
-    def __call__(self, what: str, arguments: Arguments, site: str, **how: Any) -> Any:
+    def __call__(self, query: Query, arguments: Arguments) -> Any:
         """Predict all rows at once, with added rows if numbers of rows may share
         programs.
 
-        :param what: see :class:`~numpyro_gpaug.predict.predictor.Predictor`.
+        :param query: the kind of prediction.
         :param arguments: the model's arguments.
-        :param site: the site to predict.
-        :param how: options of this kind of prediction.
         """
-        padded = self._predictor.padded(what, arguments)
+        padded = self._predictor.padded(query.what, arguments)
         if padded is not arguments:
-            given = what, arguments, padded, self._fitted, site
             try:
-                _, few = self._predictor.fewer(*given, **how)
-                more = {"unpadded": few[0].shape[1:]} if what == "draws" else {}
-                found = self._at_once(what, padded, site, **how, **more)
+                _, few = self._predictor.fewer(query, arguments, padded, self._fitted)
+                more = {"unpadded": few[0].shape[1:]} if query.what == "draws" else {}
+                found = self._at_once(query.given(**more), padded)
                 found = without_added(found, few, arguments.num_rows)
             except PartsDifferError:
                 pass
             except (TypeError, ValueError):
                 # The error of the arguments without added rows has the right sizes.
-                self._at_once(what, arguments, site, **how)
+                self._at_once(query, arguments)
                 raise
             else:
                 return self._explained(found, arguments)
-        return self.exactly(what, arguments, site, **how)
+        return self.exactly(query, arguments)
 
-    def exactly(self, what: str, arguments: Arguments, site: str, **how: Any) -> Any:
+    def exactly(self, query: Query, arguments: Arguments) -> Any:
         """Predict all rows at once, without added rows, which would belong to no group,
         or be part of an average; parameters as for a call."""
-        return self._explained(self._at_once(what, arguments, site, **how), arguments)
+        return self._explained(self._at_once(query, arguments), arguments)
 
     def _explained(self, answer: Any, arguments: Arguments) -> Any:
         """Return an answer. If it has NaN, run the model with known arguments, which
@@ -117,22 +114,20 @@ class Calls:
             self._predictor.run(arguments, self._fitted)
         return answer
 
-    def _at_once(self, what: str, arguments: Arguments, site: str, **how: Any) -> Any:
+    def _at_once(self, query: Query, arguments: Arguments) -> Any:
         """Predict these rows."""
+        given = arguments, self._fitted, self._marks, query.site
         if self._predictor.structure.joint and not is_traced(arguments):
-            how["grouped"] = self._predictor.check(
-                arguments, self._fitted, self._marks, site
-            )
+            query = query.given(grouped=self._predictor.check(*given))
         with self._naming(arguments):
             answer, prepared = self._predictor(
-                what, arguments, self._fitted, self._prepared, site, **how
+                query, arguments, self._fitted, self._prepared
             )
         # Inside a transformation of the caller, the result is not kept. If several
         # threads are the first, they compute the same values, and one is kept.
         if not is_traced(arguments):
             self._prepared = prepared
             return answer
-        given = arguments, self._fitted, self._marks, site
         return nan_unless(self._predictor.valid(*given), answer)
 
     def averages(
@@ -151,7 +146,7 @@ class Calls:
         # Each member has complete pairs with opposite noise.
         each = 2 * -(-num // (2 * (self._fitted.size or 1)))
         how = {"key": key, "num": each, "of": of, "rows": rows}
-        found: Array = self.exactly("average", arguments, site, **how)
+        found: Array = self.exactly(Query("average", site, how), arguments)
         return found
 
     def draws(self, arguments: Arguments, site: str, key: Array, num: int) -> Array:
@@ -163,7 +158,8 @@ class Calls:
         :param num: number of draws.
         :raises CholeskyError: if the covariance does not factorise.
         """
-        draws, factorised = self("draws", arguments, site, key=key, num=num)
+        query = Query("draws", site, {"key": key, "num": num})
+        draws, factorised = self(query, arguments)
         if not factorised:
             raise CholeskyError(
                 f"the posterior covariance of {draws.shape[1]} new inputs did not "
@@ -172,20 +168,13 @@ class Calls:
         return draws
 
     def stream(
-        self,
-        what: str,
-        called: tuple[Arguments, frozenset[int]],
-        site: str,
-        batch_size: int,
-        **how: Any,
+        self, query: Query, called: tuple[Arguments, frozenset[int]], batch_size: int
     ) -> Any:
         """Predict blocks of rows, the last one padded, and join them.
 
-        :param what: see :class:`~numpyro_gpaug.predict.predictor.Predictor`.
+        :param query: the kind of prediction.
         :param called: arguments, and the arrays that have one row per observation.
-        :param site: the site to predict.
         :param batch_size: rows of a block.
-        :param how: options of this kind of prediction.
         """
         check_count("batch_size", batch_size)
         arguments, which = called
@@ -208,23 +197,21 @@ class Calls:
         # Rows that depend on one another are no block of others.
         if at_once or (rows <= MAX_DENSE and not proved):
             predicted = self if joint else self.exactly
-            return predicted(what, arguments, site, **how)
-        found = self._in_blocks(what, called, site, rows, size, **how)
+            return predicted(query, arguments)
+        found = self._in_blocks(query, called, rows, size)
         if not proved:
             # In another number, on which the model may depend, too.
             chosen = np.linspace(0, rows - 1, size // 2 + 1).astype(int)
-            mixed = self._at_once(what, arguments.taken(which, chosen), site, **how)
+            mixed = self._at_once(query, arguments.taken(which, chosen))
             _check_mixed(found, mixed, chosen, size)
         return self._explained(found, arguments)
 
     def _in_blocks(
         self,
-        what: str,
+        query: Query,
         called: tuple[Arguments, frozenset[int]],
-        site: str,
         rows: int,
         size: int,
-        **how: Any,
     ) -> Any:
         """Predict blocks of rows, the last one filled up with the last row, and join
         them.
@@ -236,23 +223,21 @@ class Calls:
         starts = np.arange(0, rows, size)
         chosen = np.minimum(starts[:, None] + np.arange(size), rows - 1)
         blocks = [arguments.taken(which, here) for here in chosen]
-        given = what, arguments, self._fitted, site
         # The structure of the answer (a distribution contains its batch shape) is
         # traced for the first number of rows, and derived from it for others.
         with self._naming(arguments):
-            known, like = self._predictor.fewer(
-                *given[:2], blocks[0], *given[2:], **how
-            )
+            given = query, arguments, blocks[0], self._fitted
+            known, like = self._predictor.fewer(*given)
         found: list[Any] = []
         try:
-            found += [self._at_once(what, x, site, **how) for x in blocks]
+            found += [self._at_once(query, x) for x in blocks]
             if known != rows:
                 like = without_added(like, found[0], rows)
             return _joined(like, found)
         except (TypeError, ValueError):
             # An error has the shapes that the user passed.
             with self._naming(arguments):
-                whole = self._predictor.shapes_of(*given, **how)
+                whole = self._predictor.shapes_of(query, arguments, self._fitted)
             if not found:
                 raise
             return _joined(whole, found)

@@ -239,12 +239,7 @@ def _density(answers: Array, log_weights: Array, **how: Any) -> Array:
 
 
 def _draws(
-    answers: tuple[Array, Array],
-    log_weights: Array,
-    *,
-    key: Array,
-    num: int,
-    unpadded: tuple[int, ...] | None = None,
+    answers: tuple[Array, Array], log_weights: Array, *, key: Array, num: int, **_: Any
 ) -> tuple[Array, Array]:
     draws, factorised = answers
     chosen = random.categorical(random.fold_in(key, 1), log_weights, shape=(num,))

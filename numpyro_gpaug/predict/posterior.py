@@ -47,7 +47,7 @@ from numpyro_gpaug.predict.mixture import (
     FunctionValues,
     WithoutData,
 )
-from numpyro_gpaug.predict.predictor import Predictor, predictor_for
+from numpyro_gpaug.predict.predictor import Predictor, Query, predictor_for
 from numpyro_gpaug.predict.summary import (
     NO_SITES,
     KnownSites,
@@ -424,8 +424,8 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         name = self._predictor.named(site)
         called = self._calls.unobserved(args, kwargs)
         if full_covariance:
-            return self._calls("joint", called[0], name)
-        return self._calls.stream("f", called, name, batch_size)
+            return self._calls(Query("joint", name), called[0])
+        return self._calls.stream(Query("f", name), called, batch_size)
 
     @_as_fitted
     def predict_y(
@@ -450,7 +450,7 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         """
         observed = self._predictor.predicted(site)
         called = self._calls.unobserved(args, kwargs)
-        return self._calls.stream("y", called, observed.name, batch_size)
+        return self._calls.stream(Query("y", observed.name), called, batch_size)
 
     @_as_fitted
     def average(
@@ -566,13 +566,13 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         """
         observed = self._predictor.observed(site)
         called = self._calls.joined(args, kwargs)
-        given = "log_prob", called, observed.name, batch_size
+        query, given = Query("log_prob", observed.name), (called, batch_size)
         if is_traced(called[0]):
-            return self._calls.stream(*given)
-        found = self._calls.stream(*given, of_nodes=True)
+            return self._calls.stream(query, *given)
+        found = self._calls.stream(query.given(of_nodes=True), *given)
         # The program for all densities takes much longer to compile.
         if np.isnan(found).any():
-            found = self._calls.stream(*given)
+            found = self._calls.stream(query, *given)
         if np.isnan(found).any():
             check_observations(whole_plates(self.model), self.structure, called[0])
         return found
@@ -617,7 +617,8 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
             return self.finer().leave_one_out(*args, **kwargs)
         observed = self._predictor.predicted(site)
         called = self._calls.joined(args, kwargs)
-        found = self._calls.stream("left_out", called, observed.name, batch_size)
+        query = Query("left_out", observed.name)
+        found = self._calls.stream(query, called, batch_size)
         return self._without(found, called[0])
 
     @_as_fitted
@@ -666,8 +667,8 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
                 "log_prob of a fit without some groups"
             )
         together = LeftOut.of(labels.ravel())
-        given = "left_out", arguments, observed.name
-        found = self._calls.exactly(*given, together=together)
+        query = Query("left_out", observed.name, {"together": together})
+        found = self._calls.exactly(query, arguments)
         return self._without(found, arguments)
 
     def _without(self, found: Any, arguments: Arguments) -> Distribution:

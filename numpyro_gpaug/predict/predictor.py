@@ -61,6 +61,24 @@ class Prepared(NamedTuple):
     factors: dict[str, Any]
 
 
+class Query(NamedTuple):
+    """A kind of prediction.
+
+    :param what: ``"f"``, ``"joint"``, ``"y"``, ``"log_prob"``, ``"left_out"``,
+        ``"draws"`` (with ``key`` and ``num``), or ``"average"``.
+    :param site: the process or the observed site.
+    :param how: options of this kind of prediction.
+    """
+
+    what: str
+    site: str
+    how: dict[str, Any] = {}
+
+    def given(self, **more: Any) -> Query:
+        """Return the same with further options."""
+        return self._replace(how=self.how | more)
+
+
 class Predictor:
     """The part of predictions that does not depend on numbers. Posteriors of the same
     model and guide share it, and its compiled programs.
@@ -126,23 +144,18 @@ class Predictor:
     @one_thread
     def __call__(
         self,
-        what: str,
+        query: Query,
         arguments: Arguments,
         fitted: Fitted,
         prepared: Prepared | None,
-        site: str,
-        **how: Any,
     ) -> tuple[Any, Prepared]:
-        """Make one prediction with one compiled program: ``"f"``, ``"joint"``, ``"y"``,
-        ``"log_prob"``, ``"left_out"``, ``"draws"`` (with ``key`` and ``num``), or
-        ``"average"``.
+        """Make one prediction with one compiled program.
 
-        :param what: the kind of prediction.
+        :param query: the kind of prediction.
         :param arguments: the model's arguments.
         :param fitted: the fitted quantities.
         :param prepared: quantities from an earlier prediction; computed here if
             ``None``.
-        :param site: the process or the observed site.
         :return: the prediction, and quantities that later predictions need.
         :raises CholeskyError: if a kernel matrix does not factorise.
         """
@@ -151,9 +164,8 @@ class Predictor:
         with on_devices, threads_for(self.structure.largest):
             if prepared is None:
                 prepared = self._prepared(arguments, fitted)
-            ordered = self._compiled(
-                arguments, fitted, prepared, what=what, site=site, **how
-            )
+            asked = {"what": query.what, "site": query.site, **query.how}
+            ordered = self._compiled(arguments, fitted, prepared, **asked)
             if not is_traced(arguments):
                 # The limit on threads ends here, so the work must end here, too.
                 jax.block_until_ready(ordered.tree)
@@ -165,7 +177,7 @@ class Predictor:
                     )
         if not is_traced(arguments) and arguments.static[-1] is None:
             self._cached(
-                "fewer", _kind(what, arguments, fitted, site, how),
+                "fewer", _kind(query, arguments, fitted),
                 lambda: (arguments.num_rows, _shapes(ordered.tree)),
             )  # fmt: skip
         return ordered.tree, prepared
@@ -175,7 +187,7 @@ class Predictor:
         """Return arguments with added rows, if predictions at several numbers of rows
         may share programs.
 
-        :param what: see :meth:`__call__`.
+        :param what: the kind of prediction.
         :param arguments: the model's arguments.
         """
         # Joint covariances take the cube of the number of rows.
@@ -213,13 +225,7 @@ class Predictor:
 
     @one_thread
     def fewer(
-        self,
-        what: str,
-        arguments: Arguments,
-        padded: Arguments,
-        fitted: Fitted,
-        site: str,
-        **how: Any,
+        self, query: Query, arguments: Arguments, padded: Arguments, fitted: Fitted
     ) -> tuple[int, Any]:
         """Return another number of rows than the one that is computed, and the shapes
         of a prediction for it. They are those of an earlier prediction, if there was
@@ -228,22 +234,21 @@ class Predictor:
         :param padded: the arguments that are computed, with added rows or of a block;
             the others are those of :meth:`__call__`.
         """
-        key = _kind(what, arguments, fitted, site, how)
+        key = _kind(query, arguments, fitted)
         if self._cache.get(("fewer", key), (0,))[0] == padded.num_rows:
             self._cache.pop(("fewer", key))
-        shapes_of = partial(self.shapes_of, what, arguments, fitted, site, **how)
+        shapes_of = partial(self.shapes_of, query, arguments, fitted)
         return self._cached("fewer", key, lambda: (arguments.num_rows, shapes_of()))
 
     @one_thread
-    def shapes_of(
-        self, what: str, arguments: Arguments, fitted: Fitted, site: str, **how: Any
-    ) -> Any:
+    def shapes_of(self, query: Query, arguments: Arguments, fitted: Fitted) -> Any:
         """Return the shapes of the results of :meth:`__call__`, found without
         arithmetic."""
 
         def run(arguments: Arguments, fitted: Fitted) -> Any:
             prepared = self._prepare(arguments, fitted)
-            return self._answer(arguments, fitted, prepared, what, site, **how).tree
+            given = arguments, fitted, prepared, query.what, query.site
+            return self._answer(*given, **query.how).tree
 
         return jax.eval_shape(run, arguments, fitted)
 
@@ -613,11 +618,9 @@ def _same(mark: Any, known: Any, xp: Any) -> Any:
     return same.all()
 
 
-def _kind(
-    what: str, arguments: Arguments, fitted: Fitted, site: str, how: dict[str, Any]
-) -> Any:
+def _kind(query: Query, arguments: Arguments, fitted: Fitted) -> Any:
     """Return the properties of a prediction other than its number of rows."""
-    num = arguments.num_rows
+    (what, site, how), num = query, arguments.num_rows
     shapes = tuple(
         (x.ndim, x.shape[x.ndim > 0 and len(x) == num :], x.dtype)
         for x in arguments.arrays
