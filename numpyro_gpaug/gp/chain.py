@@ -28,7 +28,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
 from numpyro_gpaug.gp.kernels._state_space import Term, block_diagonal, terms_of
@@ -187,24 +186,24 @@ class Chain:
     def own(self) -> Weights:
         """Return the function values at the given times."""
         _, place = self._order
-        parts: list[Any] = [np.zeros((len(place), 0), self.given.dtype)]
+        parts: list[Any] = []
         for term, steps in zip(self._moving, self._steps, strict=True):
             parts.append(_spread(term.waves(self.given), steps.value[place]))
-        weights = jnp.concatenate(parts, -1)
+        weights = jnp.concatenate(parts or [self.given[:, None][:, :0]], -1)
         none = jnp.zeros_like(weights)
         return Weights(place, weights, place, none, jnp.zeros_like(self.given))
 
     def at(self, t: Array) -> Weights:
         """Return the function values at times (N,)."""
         left, right = self._neighbours(t)
-        weights: list[Any] = [2 * [np.zeros((len(t), 0), t.dtype)]]
-        residual = jnp.zeros_like(t)
+        weights, residual = list[Any](), jnp.zeros_like(t)
         for term, between in zip(self._moving, self._between(t), strict=True):
             waves = term.waves(t)
             both = between.of_left, between.of_right
             weights.append([_spread(waves, x) for x in both])
             residual += between.residual * jnp.square(waves).sum(-1)
-        of_left, of_right = (jnp.concatenate(x, -1) for x in zip(*weights, strict=True))
+        pairs = zip(*weights or [2 * [t[:, None][:, :0]]], strict=True)
+        of_left, of_right = (jnp.concatenate(x, -1) for x in pairs)
         last = len(self.given) - 1
         return Weights(
             jnp.maximum(left, 0), of_left, jnp.minimum(right, last), of_right, residual
