@@ -299,8 +299,7 @@ class StructurePrior(GaussianPrior, Protocol):
 def log_density(prior: StructurePrior, z: Array) -> Array:
     """Return the log-density at latents (latents, M), without the constant of a normal
     distribution."""
-    found: Array = jax.vmap(prior.terms)(z).sum() + 0.5 * prior.log_det
-    return found
+    return jax.vmap(prior.terms)(z).sum() + 0.5 * prior.log_det
 
 
 def no_moments(natural: Any) -> Any:
@@ -364,8 +363,7 @@ def centre_of(prior: GaussianPrior, q: Any) -> Array:
     not have enough digits, the prior has a method ``centre``, and a centre is given by
     other numbers."""
     own = getattr(prior, "centre", None)
-    found: Array = q.mean if own is None else own(q)
-    return found
+    return q.mean if own is None else own(q)
 
 
 def times(prior: GaussianPrior, information: Any, centre: Array | None = None) -> Any:

@@ -42,8 +42,7 @@ class Bordered:
     def _across(self) -> Array:
         """Y as one matrix."""
         _, *latents, border = self.cross.shape
-        found: Array = self.cross.reshape(prod(latents), border)
-        return found
+        return self.cross.reshape(prod(latents), border)
 
     @property
     def rank(self) -> int:

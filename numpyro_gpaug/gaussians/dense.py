@@ -434,8 +434,7 @@ class Dense(Structure):
         return StandardPrior(zeros, zeros + 1)
 
     def map(self, predictors: Any) -> AffineMap:
-        found: AffineMap = predictors.dense
-        return found
+        return predictors.dense
 
 
 def _carried_plainly(q: Any, projection: Array) -> tuple[Array, Array]:

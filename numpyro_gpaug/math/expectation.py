@@ -121,8 +121,7 @@ def rule_differences(
         found = jax.vmap(lambda node: values(placed(at, node)))(x)
         return [_share(weights, y).sum(0) for y in found]
 
-    found: list[Array] = _summed(sums, at, *signed)
-    return found
+    return _summed(sums, at, *signed)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

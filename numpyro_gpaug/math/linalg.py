@@ -255,10 +255,9 @@ def one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:
 def eigh(matrix: Array) -> tuple[Array, Array]:
     """Return eigenvalues (..., M) and eigenvectors (..., M, M) of a matrix that is
     symmetric to rounding. They have no derivatives."""
-    found: tuple[Array, Array] = one_by_one(
+    return one_by_one(
         lambda each: tuple(jnp.linalg.eigh(each, symmetrize_input=False))
     )(matrix)
-    return found
 
 
 def inverse_cholesky(matrix: Array) -> Array:

@@ -46,8 +46,7 @@ def product(left: Array, right: Array) -> Array:
     )
     batch = tuple(range(len(leading)))
     numbers = (((len(batch) + 1,), (len(batch),)), (batch, batch))
-    found: Array = _small_product.bind(*both, dimension_numbers=numbers)
-    return found
+    return _small_product.bind(*both, dimension_numbers=numbers)
 
 
 def _sums(left: Array, right: Array, **_: Any) -> Array:

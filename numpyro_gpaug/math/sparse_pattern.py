@@ -126,8 +126,7 @@ class Pattern(ByContents):
 
         edges = np.ones(len(self.rows)), (self.rows, self.columns)
         graph = coo_array(edges, shape=(self.size,) * 2)
-        found: _Indices = csgraph.connected_components(graph, directed=False)[1]
-        return found
+        return csgraph.connected_components(graph, directed=False)[1]
 
     @cached_property
     def colours(self) -> _Indices:

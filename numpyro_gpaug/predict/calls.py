@@ -146,8 +146,7 @@ class Calls:
         # Each member has complete pairs with opposite noise.
         each = 2 * -(-num // (2 * (self._fitted.size or 1)))
         how = {"key": key, "num": each, "of": of, "rows": rows}
-        found: Array = self.exactly(Query("average", site, how), arguments)
-        return found
+        return self.exactly(Query("average", site, how), arguments)
 
     def draws(self, arguments: Arguments, site: str, key: Array, num: int) -> Array:
         """Draw function values jointly; the first axis runs over draws.
