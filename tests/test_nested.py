@@ -885,6 +885,7 @@ def test_a_gaussian_starts_from_the_nearest_one_or_anew(lost):
 
     class Recorder:
         hyper, batch = SimpleNamespace(size=1), 1
+        structure = SimpleNamespace(form=SimpleNamespace(rank=0))
 
         def no_start(self, arrays):
             return Start(np.full((1, 2), np.nan), np.zeros(1, bool))

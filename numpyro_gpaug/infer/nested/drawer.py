@@ -150,6 +150,8 @@ class Drawer:
     :param rng: random numbers.
     :param bar: a progress bar.
     :ivar apart: the groups that are weighted separately; ``None`` without such groups.
+    :ivar latents: the number of latents that share one weight.
+    :ivar alike: the number of draws that differ only in the groups.
     :ivar moves: the number of moves of each draw towards the posterior.
     :ivar known: Gaussian factors found so far.
     :ivar modes: the same for each mode of the latents, the highest first, if there are
@@ -163,8 +165,8 @@ class Drawer:
         self, programs: Programs, data: Arguments, rng: np.random.Generator, bar: Any
     ) -> None:
         self.apart: GroupDraws | None = None
-        self.moves = 0
-        self.shift = np.zeros(0)
+        self.latents, self.alike = programs.structure.form.rank, 1
+        self.moves, self.shift = 0, np.zeros(0)
         self.programs, self.data, self._bar = programs, data, bar
         self._rng = rng
         self._none = programs.no_start(data)
@@ -187,7 +189,7 @@ class Drawer:
 
         :param point: the last point at which the Gaussian was found, (d,).
         """
-        structure = self.programs.structure
+        programs, structure = self.programs, self.programs.structure
         if len(self.modes) > 1 or not may_part(structure):
             return
         # Latents are drawn from the Gaussian: far from the posterior, the density of
@@ -195,12 +197,13 @@ class Drawer:
         factors, sizes = self.found(point).factors, structure.form.independent
 
         def terms(noise: np.ndarray) -> np.ndarray:
-            return self.programs.terms(point, factors, noise, self.data)[1]
+            return programs.terms(point, factors, noise, self.data)[1]
 
         group = group_of_terms(terms, sizes, self._rng)
         if group is not None:
-            corners = corners_of(self.programs.num_draws, sizes)
+            corners = corners_of(programs.num_draws, sizes)
             self.apart = GroupDraws(sizes, group, corners)
+            self.latents, self.alike = sizes.others, programs.num_draws // corners
             self.shift = np.zeros(self.latents)
 
     def anneal(self, ratios: np.ndarray) -> bool:
@@ -256,13 +259,6 @@ class Drawer:
         self.best = -np.inf
 
     @property
-    def latents(self) -> int:
-        """The number of latents that share one weight."""
-        if self.apart is None:
-            return self.programs.structure.form.rank
-        return self.apart.sizes.others
-
-    @property
     def weighed(self) -> str:
         """The way in which latents are weighted, for a message."""
         if self.moves:
@@ -270,13 +266,6 @@ class Drawer:
         if self.apart is None:
             return ""
         return f", {self.apart.sizes.groups} groups weighted separately"
-
-    @property
-    def alike(self) -> int:
-        """The number of draws that differ only in the groups."""
-        if self.apart is None:
-            return 1
-        return self.programs.num_draws // self.apart.corners
 
     def evaluate(self, points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the collapsed log-density at points (n, d), (n,), and its gradients,
