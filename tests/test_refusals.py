@@ -83,7 +83,7 @@ def test_codes_of_censoring() -> None:
 
     svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model))
     status = np.array([1, 2, 2, 1])
-    with pytest.raises(ValueError, match=r"'censored' .* \[1 2\], of which all but 0"):
+    with pytest.raises(ValueError, match=r"'censored' .* \[1 2\], and all but 0"):
         svi.init(KEY, status, jnp.ones(4))
     svi.init(KEY, status, jnp.ones(4), 1)
 

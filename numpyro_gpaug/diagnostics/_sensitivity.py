@@ -76,7 +76,7 @@ def sensitivity(
         if group not in draws.children:
             raise ValueError(
                 f"the tree has no group {group!r}, so its effect cannot be computed. "
-                "to_datatree makes one for each latent that is no point estimate; "
+                "to_datatree makes one for each latent with a distribution: "
                 "integrate hyperparameters by NestedVI"
             )
     draws = draws.copy()

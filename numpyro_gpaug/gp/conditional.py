@@ -313,9 +313,9 @@ class Conditional:
             standard = dist.Normal(jnp.zeros(shape, self.dtype), 1)
             standard, name = standard.to_event(len(shape) - 1), self.gp.name
             misplaced = ValueError(
-                f'GaussianProcess("{name}"): its residual of with_residual(model, '
-                f'"site") has shape {shape}, and the plates around the call are not '
-                "those of the rows alone: call it before them, f = gp(X)"
+                f'GaussianProcess("{name}"): with_residual(model, "site") makes a site '
+                f"of shape {shape}, and the call is in other plates than the plate of "
+                "the rows. Call the process before them, f = gp(X)"
             )
             try:
                 eps = numpyro.sample(f"{name}.eps", standard)

@@ -126,8 +126,8 @@ def _check_order(
             if len(labels[name]) < size:
                 raise ValueError(
                     f"{site.name!r} has {size} members in an order, and {name!r} "
-                    f"indexes it by {len(labels[name])} labels, whose codes may be "
-                    f"those of other members. Pass pandas.Categorical({name}, "
+                    f"indexes it by {len(labels[name])} labels, whose codes may belong "
+                    f"to other members. Pass pandas.Categorical({name}, "
                     f"categories=names), with the names of all {size} in that order, "
                     "or integer codes"
                 )

@@ -262,9 +262,9 @@ def _check_flags(
         if passed is not None and total(_is_code, passed):
             codes = np.unique(of_this_process(passed))[:5]
             raise ValueError(
-                f"site {name!r}: {parameter!r} is computed from numbers {codes}, of "
-                "which all but 0 count as true. Pass booleans, such as status == 1 of "
-                "R's codes, 1 for censored and 2 for an event"
+                f"site {name!r}: {parameter!r} is computed from numbers {codes}, and "
+                "all but 0 count as true. Pass booleans, such as status == 1 of R's "
+                "codes, 1 for censored and 2 for an event"
             )
 
 

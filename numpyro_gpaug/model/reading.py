@@ -66,7 +66,7 @@ from numpyro_gpaug.model.whitened import (
 # multiplied by.
 IN_DENSITY = "in the density"
 _SEVERAL = "several function values"
-_OTHER_DERIVATIVE = " has a custom derivative, which is not that of its values"
+_OTHER_DERIVATIVE = " has a custom derivative, not the derivative of its values"
 
 
 class Reading:

@@ -679,8 +679,8 @@ class Posterior(NotPickled, instead="save(path) writes it, load(path, model) rea
         if left := [*factors_of_rows(self.model, names, self.structure, arguments)]:
             warnings.warn(
                 f"numpyro.factor {left[0]!r} is a likelihood of the data, and its "
-                "terms are not left out. diagnostics.loo leaves out those of a factor "
-                "in the plate of the observations",
+                "terms are not left out. diagnostics.loo leaves them out if the factor "
+                "is in the plate of the observations",
                 stacklevel=4,
             )
         leaves = () if is_traced(arguments) else jax.tree.leaves(found)

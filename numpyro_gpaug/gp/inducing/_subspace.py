@@ -245,7 +245,7 @@ class Subspace:
         :param path: the file.
         :raises ArchiveError: if the file is damaged, or does not contain a subspace.
         """
-        with refusing(f"{path} is no file of a subspace, or damaged"):
+        with refusing(f"{path} is not the file of a subspace, or is damaged"):
             return cls(read(path)[1]["basis"])
 
 

@@ -280,8 +280,7 @@ class NestedVI(
             raise ValueError(f"no response could be fitted: {runs.verdicts[0]}")
         if wrong := int((~runs.certified).sum()):
             warnings.warn(
-                f"{wrong} of {len(runs)} runs are not certified. The verdicts name "
-                "them",
+                f"{wrong} of {len(runs)} runs are not certified. See runs.verdicts",
                 stacklevel=2,
             )
         return runs

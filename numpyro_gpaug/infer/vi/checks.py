@@ -269,8 +269,8 @@ def warn_of_size(loss: np.floating, rows: int) -> None:
     hidden = float(loss) * float(np.finfo(loss.dtype).eps)
     if hidden > max(rows, 1):
         warnings.warn(
-            f"the bound is {-float(loss):.3g} nats for {rows} rows, of which rounding "
-            f"hides {hidden:.2g}: the fit may have stopped anywhere. Likely causes: a "
+            f"the bound is {-float(loss):.3g} nats for {rows} rows, and rounds to "
+            f"{hidden:.2g} nats: the fit may have stopped anywhere. Likely causes: a "
             "rate that overflows where the fit starts, such as exp of a product of "
             "latents (add an intercept, or narrow their priors), or data in units far "
             "from the model's",

@@ -154,8 +154,9 @@ def load_state(path: str | PathLike[str], like: ConjugateState) -> ConjugateStat
         array, plain = arrays.get(f"leaf{i}"), _plain(x)
         if array is None or (array.shape, array.dtype) != (plain.shape, plain.dtype):
             raise ArchiveError(
-                f"{path}: {name} has shape {getattr(array, 'shape', None)}, but that "
-                f"of this model and data has {plain.shape}, {plain.dtype}"
+                f"{path}: {name} has shape {getattr(array, 'shape', None)}, and this "
+                f"model and data need {plain.shape}, {plain.dtype}. Pass the model, "
+                "guide and data of the fit"
             )
         made = jnp.asarray(array)
         found.append(jax.random.wrap_key_data(made) if _is_key(x) else made)
