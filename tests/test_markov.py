@@ -184,6 +184,22 @@ def test_draws_between_the_times_of_data_have_the_posterior_moments(of_short_ste
     np.testing.assert_allclose(np.cov(draws.T), joint, atol=0.05)
 
 
+def test_gradients_of_predictions_at_the_times_of_data(of_short_steps):
+    """The state contains the derivative of the process."""
+    svi, result, (t, _) = of_short_steps
+    posterior = svi.posterior(result)
+
+    @jax.jit
+    @jax.grad
+    def slope(new):
+        f = posterior.predict_f(new[None])
+        return (f.mean + f.variance)[0]
+
+    between = t[70] + 1e-4 * np.array([-1, 1], np.float32)
+    beside = np.mean([slope(x) for x in between])
+    np.testing.assert_allclose(slope(jnp.asarray(t[70])), beside, rtol=1e-2)
+
+
 def sensors(t, u, y=None, z=None):
     """Two sensors, each with its own times, and a common level."""
     level = numpyro.sample("level", dist.Normal(0, 1))

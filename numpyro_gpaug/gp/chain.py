@@ -223,20 +223,13 @@ class Chain:
         end = self._finite(times[right])
         since = jnp.where(begun, t - begin, 1), begun
         until = jnp.where(ends, end - t, 1), ends
-        there = begun & (t == begin)
         found = []
         for term, steps in zip(self._moving, self._steps, strict=True):
             before, after = (
                 jax.tree.map(lambda x, k=k: x[k], steps)
                 for k in (jnp.maximum(left, 0), right)
             )
-            between = _between(term, since, until, before, after)
-            none = jnp.zeros_like(before.scale)
-            same = _Between(before.value, none, none, none, jnp.zeros_like(t))
-            found.append(jax.tree.map(
-                lambda x, y: jnp.where(there.reshape(-1, *[1] * (x.ndim - 1)), x, y),
-                same, between,
-            ))  # fmt: skip
+            found.append(_between(term, since, until, before, after))
         return found
 
     def residual_covariance(self, t: Array) -> Array:
@@ -280,13 +273,16 @@ def _between(
     :param after: the steps after.
     """
     (past, begun), (future, ends) = since, until
+    # At a step nothing remains, and its state moves the value, so that derivatives by
+    # time are right.
+    off = ~begun | (past > 0)
     scale, lower = term.root(past, ~begun)
     ahead = small.product(term.transition(future) * scale[..., None, :], lower)
     # The noise up to here, in units of the whole noise of the next step.
     share = small.product(
         small.inverse_lower(after.lower), ahead / after.scale[..., None]
     )
-    value = scale[..., -1:] * lower[..., -1, :]
+    value = jnp.where(off[..., None], scale[..., -1:] * lower[..., -1, :], 0)
     seen = jnp.where(ends[..., None], _row(value, share.mT), 0)
     of_right = _row(seen, small.inverse_lower(after.lower))
     rest_scale, rest_lower = term.root(future)
@@ -297,7 +293,8 @@ def _between(
     own = small.inverse_lower(lower)
     stiff = small.product(own.mT, own) + small.product(ratio.mT, ratio)
     left_over = scale[..., -1:] * small.inverse_cholesky(stiff)[..., -1]
-    residual = jnp.square(jnp.where(ends[..., None], left_over, value)).sum(-1)
+    left_over = jnp.where((ends & off)[..., None], left_over, value)
+    residual = jnp.square(left_over).sum(-1)
     moved = term.transition(past)[..., -1, :] * before.scale
     moved = jnp.where(begun[..., None], moved, 0)
     of_left = moved - _row(of_right, after.links)
