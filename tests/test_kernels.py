@@ -14,6 +14,7 @@ from sklearn.gaussian_process import kernels as sk
 from numpyro_gpaug.gp.kernels._base import constant_of, deviation_of
 from numpyro_gpaug.kernels import (
     Constant,
+    Cosine,
     Linear,
     Matern12,
     Matern32,
@@ -190,6 +191,28 @@ def test_gradient_is_finite_at_coincident_points(columns):
     found = gradients(X, np.float32(0.7), np.full(columns, 0.7, np.float32))
     for Kernel, leaves in zip(STATIONARY, found, strict=True):
         assert all(np.isfinite(leaf).all() for leaf in leaves), Kernel
+
+
+@pytest.mark.parametrize("columns", [1, 12])
+def test_curvature_at_coincident_points(columns):
+    """Minus the covariance of derivatives, which kernels of these are made of."""
+    known = {
+        SquaredExponential: 1, Matern32: 3, Matern52: 5 / 3, RationalQuadratic: 1,
+        Periodic: (2 * np.pi) ** 2,
+    }  # fmt: skip
+    if columns == 1:
+        known[Cosine] = (2 * np.pi) ** 2
+    x = draw(0, columns)
+
+    @jax.jit
+    def curvatures(x):
+        def of(Kernel):
+            return jax.hessian(lambda y: Kernel()(y[None], x[None])[0, 0])(x)
+
+        return list(map(of, known))
+
+    for found, size in zip(curvatures(x), known.values(), strict=True):
+        np.testing.assert_allclose(found, -size * np.eye(columns), atol=1e-4 * size)
 
 
 @pytest.mark.usefixtures("x64")

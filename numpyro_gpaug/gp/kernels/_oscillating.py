@@ -19,12 +19,12 @@ _NODES = 256
 
 
 class _OfTime(Matrix):
-    """A function of the distance of two times."""
+    """A function of the distance of two times, which may have a sign."""
 
     variance: ArrayLike
 
     @abstractmethod
-    def _correlation(self, distance: jax.Array) -> jax.Array: ...
+    def _correlation(self, since: jax.Array) -> jax.Array: ...
 
     def _check_columns(self, X: jax.Array) -> None:
         if X.shape[-1] != 1:
@@ -35,8 +35,8 @@ class _OfTime(Matrix):
 
     def _covariance(self, X: jax.Array, Z: jax.Array, same: bool) -> jax.Array:
         del same
-        distance = jnp.abs(X[..., :, None, 0] - Z[..., None, :, 0])
-        return self._over_pairs("variance", X.dtype) * self._correlation(distance)
+        since = X[..., :, None, 0] - Z[..., None, :, 0]
+        return self._over_pairs("variance", X.dtype) * self._correlation(since)
 
 
 @pytree
@@ -60,9 +60,9 @@ class Cosine(_OfTime):
     period: ArrayLike = 1.0
     variance: ArrayLike = 1.0
 
-    def _correlation(self, distance: jax.Array) -> jax.Array:
-        period = self._over_pairs("period", distance.dtype)
-        return jnp.cos(2 * math.pi * (distance / period))
+    def _correlation(self, since: jax.Array) -> jax.Array:
+        period = self._over_pairs("period", since.dtype)
+        return jnp.cos(2 * math.pi * (since / period))
 
 
 @pytree
@@ -95,7 +95,8 @@ class Oscillator(_OfTime):
     period: ArrayLike = 1.0
     variance: ArrayLike = 1.0
 
-    def _correlation(self, distance: jax.Array) -> jax.Array:
+    def _correlation(self, since: jax.Array) -> jax.Array:
+        distance = jnp.abs(since)
         scale = self._value("lengthscale", distance.dtype)
         scale = scale[..., None] if scale.ndim else scale
         omega = 2 * math.pi / self._over_pairs("period", distance.dtype)

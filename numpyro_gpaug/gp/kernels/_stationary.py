@@ -68,7 +68,9 @@ def matmul_form(
         X_norms = matmul(jnp.square(X), weights[..., None])
     Z_norms = jnp.sum(Z * weighted, -1)[..., None, :]
     inner = matmul(X, weighted.mT)
-    squared = jnp.maximum(X_norms + Z_norms - 2 * inner, 0)
+    squared = X_norms + Z_norms - 2 * inner
+    # Rounding makes it negative where points are equal. The derivatives are right.
+    squared = valued(squared, jnp.maximum(squared, 0))
     if same:
         squared = jnp.where(jnp.eye(X.shape[-2], dtype=bool), 0, squared)
     return squared
@@ -93,6 +95,29 @@ def _less_one(x: jax.Array) -> jax.Array:
 
 
 _less_one.defjvps(lambda moved, value, _: moved * (value + 1))
+
+
+# Matern correlations as functions of the squared distance over the lengthscale, times
+# twice the smoothness, with derivatives that are right at 0, too. Second derivatives of
+# a kernel between equal points are the covariances of derivatives.
+
+
+@jax.custom_jvp
+def _once(squared: jax.Array) -> jax.Array:
+    r = safe_sqrt(squared)
+    return (1 + r) * jnp.exp(-r)
+
+
+_once.defjvps(lambda moved, _, squared: moved * jnp.exp(-safe_sqrt(squared)) / -2)
+
+
+@jax.custom_jvp
+def _twice(squared: jax.Array) -> jax.Array:
+    r = safe_sqrt(squared)
+    return (1 + r + squared / 3) * jnp.exp(-r)
+
+
+_twice.defjvps(lambda moved, _, squared: moved * _once(squared) / -6)
 
 
 def _lost_of_matern(
@@ -246,8 +271,7 @@ class Matern32(_Stationary):
     """
 
     def _correlation(self, squared: jax.Array) -> jax.Array:
-        r = math.sqrt(3) * safe_sqrt(squared)
-        return (1 + r) * jnp.exp(-r)
+        return _once(3 * squared)
 
     def _lost(self, squared: jax.Array) -> jax.Array:
         r = math.sqrt(3) * safe_sqrt(squared)
@@ -274,8 +298,7 @@ class Matern52(_Stationary):
     """
 
     def _correlation(self, squared: jax.Array) -> jax.Array:
-        r = math.sqrt(5) * safe_sqrt(squared)
-        return (1 + r + 5 / 3 * squared) * jnp.exp(-r)
+        return _twice(5 * squared)
 
     def _lost(self, squared: jax.Array) -> jax.Array:
         r = math.sqrt(5) * safe_sqrt(squared)
