@@ -171,7 +171,7 @@ def check_model(found: Description, saved: Description) -> None:
 
 
 def _agree(found: Any, saved: Any) -> bool:
-    """Return whether numbers are equal up to rounding, on any device. A value that is
+    """Whether numbers are equal up to rounding, on any device. A value that is
     finite for only one of them was computed from stand-ins outside its domain."""
     one, other = (np.asarray(x, float) for x in (found, saved))
     if one.shape != other.shape:

@@ -33,7 +33,7 @@ def split_floats(tree: Any) -> tuple[Floats, Callable[[Floats], Any]]:
 
 
 def is_float(leaf: Any) -> bool:
-    """Return whether a leaf can be differentiated."""
+    """Whether a leaf can be differentiated."""
     return bool(jnp.issubdtype(jnp.result_type(leaf), jnp.floating))
 
 
