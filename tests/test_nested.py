@@ -13,6 +13,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from numpyro import handlers
 from numpyro.infer import MCMC, NUTS, SVI, Predictive, Trace_ELBO
 from numpyro.infer.autoguide import AutoLaplaceApproximation
 from numpyro.infer.util import log_density, potential_energy
@@ -385,6 +386,33 @@ def flat(group, y=None, *, width=None):
         effect = numpyro.sample("effect", dist.Normal(0, 1))
     with numpyro.plate("data", len(group)):
         numpyro.sample("y", dist.Normal(level + effect[group], 0.5), obs=y)
+
+
+@pytest.mark.parametrize(
+    ("handler", "power"),
+    [(handlers.mask(mask=False), 0.0), slow(handlers.scale(scale=0.1), 0.1)],
+)
+def test_priors_that_a_mask_or_a_scale_changes(handler, power):
+    """Their distributions draw from another density, which proposes no draws."""
+    seen = np.array([2.0, -1.0, 3.0])
+
+    def model(seen):
+        level = numpyro.sample("level", dist.Normal(0, 1))
+        numpyro.sample("y", dist.Normal(level, 1), obs=0.0)
+        with numpyro.plate("data", len(seen)):
+            with handler:
+                x = numpyro.sample("x", dist.Normal(0, 1))
+            numpyro.sample("seen", dist.StudentT(3, x, 1), obs=seen)
+
+    nested = gpaug.NestedVI(model, num_points=256, progress_bar=False)
+    nested.run(jax.random.key(0), seen)
+    assert nested.structure.others == ("x",)
+    x = np.linspace(-300, 300, 10**5)[:, None]
+    terms = stats.norm.pdf(x) ** power * stats.t.pdf(x - seen, 3)
+    evidence = np.log(terms.sum(0) * 600 / 10**5).sum() + stats.norm.logpdf(
+        0, 0, 2**0.5
+    )
+    assert abs(nested.get_extra_fields()["log_evidence"] - evidence) < 0.15
 
 
 def test_units_of_responses_do_not_matter():

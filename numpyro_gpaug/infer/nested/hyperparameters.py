@@ -18,6 +18,8 @@ from numpyro.distributions import biject_to, constraints
 
 from numpyro_gpaug._numpyro import one_thread, residual_policy
 from numpyro_gpaug.infer.vi.plan import is_identity
+from numpyro_gpaug.likelihoods.expectations import is_masked
+from numpyro_gpaug.math.arrays import is_traced
 from numpyro_gpaug.math.compiling import jit_for_few_runs
 from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.closures import count_run
@@ -170,6 +172,7 @@ class Hyperparameters:
         """Return constrained values in the form of the model, and unconstrained
         ones."""
         trace = self._trace(data, fixed_key(), data=values)
+        self._weighted = any(map(_is_weighted, trace.values()))
         self.real = {k for k, site in trace.items() if is_identity(transform_of(site))}
         return {k: jnp.asarray(trace[k]["value"]) for k in self.names}, _free(trace)
 
@@ -182,12 +185,15 @@ class Hyperparameters:
         self, data: Arguments, num: int, rng: np.random.Generator
     ) -> np.ndarray:
         """Draw unconstrained values from the prior, (n, size). There are no draws if
-        the prior is improper, or if most draws overflow.
+        the prior is improper, if a mask or a scale changes its density, or if most
+        draws overflow.
 
         :param data: the model's arguments.
         :param num: the number of draws, of which finite ones are kept.
         :param rng: random numbers.
         """
+        if self._weighted:
+            return np.zeros((0, self.size))
         numbers = rng.integers(2**32, size=(num, 2), dtype=np.uint32)
         try:
             found = np.asarray(self._draws(data, numbers), float)
@@ -211,6 +217,12 @@ class Hyperparameters:
             return ravel_pytree(_free(self._trace(data, key, data={})))[0]
 
         return jax.vmap(one)(numbers)
+
+
+def _is_weighted(site: dict[str, Any]) -> bool:
+    """Whether a mask or a scale changes the density of a site."""
+    scale = 1 if site["scale"] is None else site["scale"]
+    return is_masked(site["fn"]) or is_traced(scale) or bool(np.any(scale != 1))
 
 
 def _free(trace: Trace) -> Values:
