@@ -113,6 +113,24 @@ def test_sites_under_wide_priors_are_those_of_exact_algebra(tmp_path):
         run(svi, "plain", "normal", width, init_state=before.state)
 
 
+@pytest.mark.parametrize("width", [2e3, 1e4])
+def test_integrated_sites_under_wide_priors_are_those_of_exact_algebra(width):
+    """Rounding of the first precision moves its means, or it does not factorise."""
+    x, y = data("twice", "normal")
+    nested = gpaug.NestedVI(linear, num_points=128, progress_bar=False)
+    given = {"width": np.asarray(width, "float32"), "likelihood": "normal"}
+    nested.run(jax.random.key(0), x, y, **given)
+    assert nested.certified
+    design = np.concatenate([np.ones((len(x), 1)), x], 1).astype(float)
+    covariance = np.linalg.inv(design.T @ design / 0.25 + np.eye(3) / width**2)
+    mean = covariance @ design.T @ y / 0.25
+    draws = nested.get_samples(weighted=True)["w"].sum(-1)
+    assert abs(draws.mean() - mean[1:].sum()) < 0.05
+    w = nested.posterior()["w"]
+    np.testing.assert_allclose(w.mean.sum(), mean[1:].sum(), atol=1e-3)
+    np.testing.assert_allclose(w.variance, np.diag(covariance)[1:], rtol=1e-3)
+
+
 @pytest.mark.parametrize(
     ("kind", "likelihood", "width"),
     [("twice", "normal", 1e3), ("levels", "bernoulli", 1e4), ("twice", "poisson", 1e3)],

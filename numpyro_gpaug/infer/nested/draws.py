@@ -17,6 +17,7 @@ from tqdm.auto import tqdm
 
 from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.errors import CholeskyError
+from numpyro_gpaug.guides.latent_gaussian import MOST_TURNED
 from numpyro_gpaug.infer.nested.bound import Start
 from numpyro_gpaug.infer.nested.drawer import Drawer, Points, generator
 from numpyro_gpaug.infer.nested.latent_modes import Searched, searched
@@ -36,6 +37,7 @@ from numpyro_gpaug.infer.nested.proposal import (
 from numpyro_gpaug.infer.nested.refining import Pool, approached, extended
 from numpyro_gpaug.infer.nested.report import Clock
 from numpyro_gpaug.infer.nested.weighted import Weighted, stratified
+from numpyro_gpaug.infer.vi.resolution import lost_by
 from numpyro_gpaug.math.threads import threads_for
 from numpyro_gpaug.model.arguments import Arguments, Values
 from numpyro_gpaug.predict.summary import levels_of
@@ -188,6 +190,18 @@ class Run:
             lambda *x: np.concatenate(x), *(x[1:] for x in found)
         )
         return shares.ravel(), values, moments
+
+    @property
+    def lost(self) -> float:
+        """The error of the Gaussian at the mode, in nats, due to rounding; zero for
+        groups, chains, fields and many latents."""
+        structure = self.programs.structure
+        if not (structure.form.any_rows and 0 < structure.size <= MOST_TURNED):
+            return 0.0
+        at_mode = self.programs.evaluate(
+            self.modes[0].point[None], self.starts[0], self.data, gradient=False
+        )
+        return lost_by(at_mode.moments)
 
     def shown(self, sites: dict[str, Array]) -> dict[str, np.ndarray]:
         """The sites in a table: all but deterministic ones and whitened inducing

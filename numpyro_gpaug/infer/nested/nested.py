@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from tqdm.auto import tqdm
@@ -22,6 +23,7 @@ from numpyro_gpaug.infer.nested.fallback import corrected
 from numpyro_gpaug.infer.nested.group_draws import draws_at, may_part
 from numpyro_gpaug.infer.nested.hyperparameters import Hyperparameters
 from numpyro_gpaug.infer.nested.many import CERTIFIED, NestedRuns
+from numpyro_gpaug.infer.nested.programs import Programs
 from numpyro_gpaug.infer.nested.report import (
     Clock,
     certificate,
@@ -30,7 +32,12 @@ from numpyro_gpaug.infer.nested.report import (
 )
 from numpyro_gpaug.infer.nested.setup import FEW, MOST, CollapsedBounds
 from numpyro_gpaug.infer.vi.checks import check_gaussian, warn_of_units
-from numpyro_gpaug.infer.vi.resolution import check_precision
+from numpyro_gpaug.infer.vi.resolution import (
+    LOST,
+    check_precision,
+    is_broken,
+    warn_of_lost,
+)
 from numpyro_gpaug.math.threads import threads_for
 from numpyro_gpaug.model.arguments import Arguments, Model, Values
 from numpyro_gpaug.model.calls import check_count, check_key
@@ -223,7 +230,8 @@ class NestedVI(
         :raises CholeskyError: if the bound is not finite at the start of the search.
         """
         with self._running():
-            self._run_now(rng_key, args, kwargs, init_params)
+            while not self._run_now(rng_key, args, kwargs, init_params):
+                pass
 
     def run_many(
         self, rng_key: Array, *args: Any, over: str | Sequence[str], **kwargs: Any
@@ -287,8 +295,12 @@ class NestedVI(
 
     def _run_now(
         self, rng_key: Array, args: Any, kwargs: Any, init_params: Any
-    ) -> None:
-        """Run with the current model; see :meth:`run`."""
+    ) -> bool:
+        """Run with the current model; see :meth:`run`.
+
+        :return: ``False`` if the latents are now in another basis, and another run is
+            needed.
+        """
         check_key(rng_key)
         found = Columns.read(self.model, args, kwargs)
         if found.labels != self._labels:
@@ -321,10 +333,18 @@ class NestedVI(
                     start = run.modes[0].point
             except CholeskyError:
                 first = programs.first(start, arguments)
+                if is_broken(first) and self._turned(programs, start, arguments):
+                    return False
                 check_precision(first, bound.structure)
                 trace = programs.trace(start, arguments)
                 check_trace(trace, programs.structure)
                 raise
+            if (nats := run.lost) > LOST:
+                at_mode = run.modes[0].point
+                if self._turned(programs, at_mode, arguments):
+                    return False
+                natural = programs.first(at_mode, arguments)
+                warn_of_lost(jnp.asarray(nats), natural, bound.structure)
             if self.correct == "mcmc" and not run.certified:
                 with clock.part("NUTS from the draws"):
                     show = self.progress_bar
@@ -338,6 +358,17 @@ class NestedVI(
             loss = -run.weighted.log_evidence
             warn_of_units(loss, self._bounds.model, programs.structure, args, kwargs)
         self._run, self._samples, self._labels = run, None, labels
+        return True
+
+    def _turned(self, programs: Programs, point: np.ndarray, data: Arguments) -> bool:
+        """Whether the latents are now in another basis; see
+        :meth:`.CollapsedBounds.turned`.
+
+        :param point: unconstrained hyperparameters.
+        """
+        hyper = programs.hyper
+        values, _ = hyper.values(jnp.asarray(point, hyper.dtype), data)
+        return self._bounds.turned(data, values)
 
     def _padded(self, args: Any, kwargs: Any) -> tuple[Arguments, CollapsedBound]:
         """Return the arguments, with added rows or without, and the bound for them."""

@@ -19,6 +19,7 @@ from jax import Array, lax, random
 
 from numpyro_gpaug._numpyro import one_thread
 from numpyro_gpaug.gaussians.base import GroupsPrior, drawn_white
+from numpyro_gpaug.gaussians.dense import Moments
 from numpyro_gpaug.infer.nested.annealing import State, hamiltonian
 from numpyro_gpaug.infer.nested.bound import (
     TOLERANCE,
@@ -312,7 +313,11 @@ class Programs:
             if failed.any():
                 some = chosen(failed, at(here, self.no_start(data)), some)
             found.append((some.bound, some.values, some.moments))
-        return jax.tree.map(lambda *x: np.concatenate(x), *found)
+        bounds, values, moments = jax.tree.map(lambda *x: np.concatenate(x), *found)
+        if self.structure.basis is not None:
+            back = np.asarray(self.structure.matrix).T
+            moments = Moments(moments.mean @ back, moments.whitener @ back)
+        return bounds, values, moments
 
     def _log_terms(
         self, values: Values, white: Array, data: Arguments

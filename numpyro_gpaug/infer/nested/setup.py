@@ -122,6 +122,23 @@ class CollapsedBounds:
             self._programs, key, lambda: Programs(bound, arguments, num_draws)
         )
 
+    @one_thread
+    def turned(self, arguments: Arguments, values: Values) -> bool:
+        """Whether the bound for these arguments is now in a basis of the latents in
+        which rounding preserves more; see
+        :meth:`~numpyro_gpaug.AutoLatentGaussian.turn`.
+
+        :param arguments: the model's arguments.
+        :param values: hyperparameters by name.
+        """
+        guide = self._known[arguments.shapes].guide
+        if guide.structure.basis is not None or not guide.turn(arguments, values):
+            return False
+        self._known[arguments.shapes] = CollapsedBound(
+            guide, guide.structure, projected=self._projected
+        )
+        return True
+
     def _fits(
         self, known: CollapsedBound, arguments: Arguments, args: Any, kwargs: Any
     ) -> bool:

@@ -18,6 +18,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_gpaug.errors import CholeskyError
+from numpyro_gpaug.gaussians.dense import Moments
 from numpyro_gpaug.infer.vi.latent_gaussian import Natural
 from numpyro_gpaug.math.compiling import jit_for_few_runs
 from numpyro_gpaug.model.latents import Structure
@@ -88,6 +89,20 @@ def lost(natural: Natural, moments: dict[str, Any] | None = None) -> Array:
         if _is_estimated(each):
             total += q.noise.sum()
     return jnp.asarray(total)
+
+
+def lost_by(moments: Moments) -> float:
+    """Return :func:`lost` of one dense Gaussian, given its moments alone.
+
+    :param moments: its moments, with leading axes of 1.
+    """
+    shape, eps = moments.whitener.shape[-2:], float(jnp.finfo(moments.mean.dtype).eps)
+    inverse = np.linalg.inv(np.asarray(moments.whitener, float).reshape(shape))
+    variances = np.asarray(moments.variances, float).ravel()
+    potential = inverse @ (np.ravel(moments.mean) @ inverse)
+    inflated = np.square(inverse).sum(-1) * variances
+    moved = np.square(eps * potential) * variances / 2
+    return float(eps * np.linalg.norm(inflated) + moved.sum())
 
 
 def warn_of_lost(nats: Array, natural: Natural, structure: Structure) -> None:
