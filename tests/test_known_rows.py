@@ -99,6 +99,9 @@ def test_rows_of_the_fit_are_not_those_of_as_many_others(x64, tmp_path):
     for other in (GROUP[::-1].copy(), last):
         with pytest.raises(ValueError, match="'group' differs from the fit.*x="):
             posterior.predict_y(other)
+    with pytest.raises(TypeError) as error:
+        posterior.predict_y(GROUP[:4])
+    assert any("without x, which had a row" in note for note in error.value.__notes__)
     posterior.save(tmp_path / "fit.npz")
     loaded = gpaug.Posterior.load(tmp_path / "fit.npz", model)
     with pytest.raises(ValueError, match="'group' differs from the fit"):

@@ -173,10 +173,11 @@ class FitArguments(NamedTuple):
         rows = [a.shape[0] for flag, a in pairs if flag and a.ndim]
         # A series with a number of steps, or a table of students and items, has no
         # inputs.
-        if rows[:1] == [0] or (not rows and self.not_passed(model, arguments)):
+        missed = () if rows else self.not_passed(model, arguments)
+        if rows[:1] == [0] or missed:
             raise ValueError(
-                "pass the new inputs: arrays with one row per point, got shapes "
-                f"{[a.shape for _, a in pairs]}"
+                "pass the new inputs: arrays with one row per point"
+                + f" for {', '.join(missed)}" * bool(missed)
             )
         return arguments, frozenset(
             i

@@ -117,9 +117,9 @@ class Calls:
     def _at_once(self, query: Query, arguments: Arguments) -> Any:
         """Predict these rows."""
         given = arguments, self._fitted, self._marks, query.site
-        if self._predictor.structure.joint and not is_traced(arguments):
-            query = query.given(grouped=self._predictor.check(*given))
         with self._naming(arguments):
+            if self._predictor.structure.joint and not is_traced(arguments):
+                query = query.given(grouped=self._predictor.check(*given))
             answer, prepared = self._predictor(
                 query, arguments, self._fitted, self._prepared
             )
