@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_gpaug.gaussians.base import GaussianFactors, gaussian_factors
-from numpyro_gpaug.gaussians.base import Marginals as _Marginals
+from numpyro_gpaug.gaussians.base import GaussianFactors, Marginals, gaussian_factors
 
 
 class PairMarginals(NamedTuple):
@@ -99,7 +98,7 @@ class PairedMap(NamedTuple):
         """Return the factors of predictors, as
         :func:`~numpyro_gpaug.gaussians.base.gaussian_factors` does, and of pairs: with
         E the expected log-likelihood of a datum, ``c = -dE/dcovariance``."""
-        means, spreads = (_Marginals(x.mean, x.variance) for x in (at, slopes))
+        means, spreads = (Marginals(x.mean, x.variance) for x in (at, slopes))
         potential, precision = gaussian_factors(means, spreads, least_precision)
         cross = -slopes.covariance
         lean = self.swapped(at.mean, cross)

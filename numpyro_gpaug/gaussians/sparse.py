@@ -379,8 +379,7 @@ class Extended:
     @property
     def mean(self) -> Array:
         """Means, (1, N + K)."""
-        known: Array = self.known.mean
-        return jnp.where(self._new, 0, known[:, self._places])
+        return jnp.where(self._new, 0, self.known.mean[:, self._places])
 
     @property
     def variances(self) -> Array:

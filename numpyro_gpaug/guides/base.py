@@ -82,7 +82,7 @@ class ProcessGuide(Displayed):
         :param version: the version of the model.
         """
         self._version = version
-        self._other: AutoGuide | None = None
+        self._other: Any = None  # an AutoGuide, if there are other latents
         self._structure: Structure | None = None
         self._choices: Any = None
         self._other_constraints: dict[str, Any] = {}
@@ -224,8 +224,7 @@ class ProcessGuide(Displayed):
 
     def _others_at(self, arguments: Arguments) -> Values:
         """Return starts and supports of the other latents."""
-        other: Any = self._other
-        return other.starts(*arguments.merge())
+        return self._other.starts(*arguments.merge())
 
     def _others_agree(self, arguments: Arguments) -> bool:
         """Whether the other latents have the priors of the set-up: equal supports, and
@@ -314,7 +313,7 @@ class ProcessGuide(Displayed):
 
     def _codes(self, arguments: Arguments) -> Codes:
         # Without padding, because a batch that is passed in is shorter than its plate.
-        structure: Any = self.structure_at(arguments)
+        structure = self.structure_at(arguments)
         view = self.view(structure, self.model, arguments, {}, fixed_key())
         return Codes.of_fit(view)
 
@@ -389,9 +388,8 @@ class ProcessGuide(Displayed):
         :param params: the guide's params.
         :param num: number of draws.
         """
-        other: Any = self._other
         keys = jax.random.split(key, num)
-        return jax.vmap(lambda key: other.sample_posterior(key, params))(keys)
+        return jax.vmap(lambda key: self._other.sample_posterior(key, params))(keys)
 
     def sample_posterior(
         self,

@@ -561,8 +561,7 @@ class Predictor:
                 return fn.support.feasible_like(jnp.zeros(fn.shape()))
             return None
 
-        whole: Any = whole_plates(self.model)
-        return handlers.substitute(whole, substitute_fn=unobserved)
+        return handlers.substitute(whole_plates(self.model), substitute_fn=unobserved)
 
     def _view(
         self, arguments: Arguments, fitted: Fitted, *, grouped: bool = False
