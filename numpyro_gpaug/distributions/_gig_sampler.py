@@ -55,17 +55,16 @@ def make_hat(big: Array, log_q: Array) -> Hat:
         slope = near - far + (big + jnp.exp(log_q)) / 2 * v
         return near + far, slope
 
-    # Newton from outside the roots of a convex function stays outside them.
-    for _ in range(4):
-        height, slope = tangent(right)
-        right = right - (height - 1) / slope
-        height, slope = tangent(left)
-        left = left - (height - 1) / slope
-    height, slope = tangent(right)
-    right, right_scale = right - height / slope, 1 / slope
-    height, slope = tangent(left)
-    left, left_scale = -(left - height / slope), -1 / slope
-    return Hat(big, log_q, left, left_scale, right, right_scale)
+    def edge(v):
+        # Newton from outside the root of a convex function stays outside it.
+        for _ in range(4):
+            height, slope = tangent(v)
+            v = v - (height - 1) / slope
+        height, slope = tangent(v)
+        return v - height / slope, 1 / slope
+
+    (left, left_scale), (right, right_scale) = edge(left), edge(right)
+    return Hat(big, log_q, -left, -left_scale, right, right_scale)
 
 
 def _propose(key: Array, hat: Hat, shape: tuple[int, ...]) -> Array:
