@@ -542,16 +542,9 @@ class ChainPrior:
 
     def centre(self, q: ChainMoments) -> Array:
         """Return the means as a centre of natural parameters; see
-        :class:`ChainNatural`."""
-        if q.kept is None:
-            return q.mean
-        return jnp.stack([q.mean, self.white(q)], 1)
-
-    def white(self, q: ChainMoments) -> Array:
-        """Return the means, (1, G R + K), of the standard normal numbers behind the
-        latents if the noise of steps has covariances of its own, without the small
-        difference between a step and its prediction from the step before; otherwise of
-        the latents."""
+        :class:`ChainNatural`. The standard normal numbers behind the latents are found
+        without the small difference between a step and its prediction from the step
+        before."""
         links, whitener = split(self.links)
         if q.kept is None or whitener is None:
             return q.mean
@@ -559,7 +552,8 @@ class ChainPrior:
         along = steps[0].reshape(*links.shape[:3], 1)
         alone = q.kept[0][..., 2 * links.shape[-1] :][..., :1]
         white = _noise(links, whitener, self._lost(q), along, alone)
-        return self.structure.layout.joined(white.reshape(steps.shape), corner)
+        white = self.structure.layout.joined(white.reshape(steps.shape), corner)
+        return jnp.stack([q.mean, white], 1)
 
     @property
     def _log_noise(self) -> Any:
