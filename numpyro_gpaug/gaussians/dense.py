@@ -492,7 +492,7 @@ def _solve(factor: Array, vector: Array, *, transpose: bool = False) -> Array:
 @dataclass(frozen=True)
 class AffineBlocks:
     """An :class:`~numpyro_gpaug.gaussians.dense.AffineMap` in blocks of rows. Each use,
-    and each derivative, computes the blocks again, unless :meth:`keep` stored them.
+    and each derivative, computes the blocks again, unless :func:`kept` stored them.
 
     :param rows: the inputs of the blocks, with leading axes over blocks and devices.
     :param constants: inputs that all blocks share.
@@ -508,15 +508,6 @@ class AffineBlocks:
     latents: Array | None
     program: Jaxpr = field(metadata=STATIC)
     number: int = field(metadata=STATIC)
-
-    def keep(self) -> AffineBlocks:
-        """Return the same map, computed once."""
-        still = jax.tree.map(lax.stop_gradient, replace(self, latents=None))
-        return replace(self, kept=kept_blocks(still._block, self.rows))
-
-    def afresh(self) -> AffineBlocks:
-        """Return the same map, computed at each use; it has derivatives."""
-        return replace(self, kept=None)
 
     def select(self, latents: Array | None) -> AffineBlocks:
         """Return the map of some latents, or of all for ``None``."""
@@ -592,12 +583,15 @@ class AffineBlocks:
 
 def kept(map_: Any) -> Any:
     """Return a map whose blocks, if it has any, are computed once."""
-    return map_.keep() if isinstance(map_, AffineBlocks) else map_
+    if not isinstance(map_, AffineBlocks):
+        return map_
+    still = jax.tree.map(lax.stop_gradient, replace(map_, latents=None))
+    return replace(map_, kept=kept_blocks(still._block, map_.rows))
 
 
 def afresh(map_: Any) -> Any:
     """Return a map with derivatives: blocks are computed at each use."""
-    return map_.afresh() if isinstance(map_, AffineBlocks) else map_
+    return replace(map_, kept=None) if isinstance(map_, AffineBlocks) else map_
 
 
 def affine_blocks(

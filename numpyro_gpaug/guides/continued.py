@@ -46,7 +46,8 @@ class _ContinuedView(ModelView):
             # rows.
             found[block.name] = self.conditional(block).affine_map
         found |= self.weight_maps()
-        chosen, earlier = self.selected(), self._earlier
+        chosen, blocks = self.selected(), self.structure.blocks
+        earlier = {b.name: Moments(*earlier_of(b, self.values)[:2]) for b in blocks}
         return {
             name: map_.about(selected(earlier[name], chosen.get(name)))
             for name, map_ in found.items()
@@ -54,11 +55,6 @@ class _ContinuedView(ModelView):
 
     def priors(self) -> dict[str, Any]:
         return {block.name: standard(block) for block in self.structure.blocks}
-
-    @property
-    def _earlier(self) -> dict[str, Moments]:
-        blocks = self.structure.blocks
-        return {b.name: Moments(*earlier_of(b, self.values)[:2]) for b in blocks}
 
 
 class ContinuedGP(AutoSparseGP):
