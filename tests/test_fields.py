@@ -442,6 +442,8 @@ def test_precisions_that_are_none():
         GMRF(0.0, sparse.csr_array(np.ones((2, 3))))
     with pytest.raises(ValueError, match=r"differ: \[2, 3\]"):
         GMRF(0.0, [(1.0, sparse.eye_array(2)), (1.0, sparse.eye_array(3))])
+    with pytest.raises(TypeError, match=r"not a pair.*\[\(2.0, A\)\]"):
+        GMRF(0.0, (2.0, sparse.eye_array(2)))
     with pytest.raises(ValueError, match=r"precision\[1, 1\] is nan"):
         GMRF(0.0, sparse.diags_array([1.0, np.nan]))
     with pytest.raises(ValueError, match=r"loc has shape \(3,\)"):

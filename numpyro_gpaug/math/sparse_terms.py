@@ -34,10 +34,16 @@ def sum_of_terms(terms: Iterable[Any], name: str) -> tuple[Pattern, Array]:
 
     :param terms: pairs of a number and a symmetric matrix, SciPy sparse or BCOO.
     :param name: the name of the sum in error messages.
-    :raises TypeError: for matrices of other types, and BCOO with traced indices.
+    :raises TypeError: for terms that are no pairs, matrices of other types, and BCOO
+        with traced indices.
     :raises ValueError: unless all matrices are square, symmetric, and of one size.
     """
     terms = list(terms)
+    if not all(isinstance(term, list | tuple) and len(term) == 2 for term in terms):
+        raise TypeError(
+            f"{name} has a term that is not a pair. Pass a list of pairs of a number "
+            "and a sparse matrix, also for one: [(2.0, A)]"
+        )
     found = [_entries(matrix, name) for _, matrix in terms]
     sizes = {entries.size for entries in found}
     if len(sizes) != 1:
