@@ -193,7 +193,9 @@ class AveragesWanted(NamedTuple):
             by = given[by]
         args, kwargs, _ = Columns.read(model, args, kwargs, labels)
         scenarios = _scenarios(model, args, kwargs, kept, at or {}, labels or {})
-        if not (contrast is None or callable(contrast) or contrast in CONTRASTS):
+        named = CONTRASTS.get(contrast) if isinstance(contrast, str) else None
+        against = ("|", contrast) if callable(contrast) else named
+        if contrast is not None and against is None:
             raise ValueError(
                 f"contrast={contrast!r} is none of 'difference' and 'ratio', and no "
                 "function of two arrays, lambda new, first: ..."
@@ -203,9 +205,6 @@ class AveragesWanted(NamedTuple):
                 "a contrast compares scenarios. Pass at={'name': [value, other]} with "
                 "at least two values of an argument"
             )
-        against = CONTRASTS[contrast] if isinstance(contrast, str) else None
-        if callable(contrast):
-            against = "|", contrast
         groups, group = (), None
         if by is not None:
             found, group = np.unique(np.asarray(by), return_inverse=True)
