@@ -247,7 +247,7 @@ class SparseNatural(NamedTuple):
 
     @property
     def centre(self) -> None:
-        """There is none."""
+        """Always ``None``: the potential is that of the latents."""
 
     def moments(self) -> Any:
         """Return mean and covariance, as the structure represents it."""
