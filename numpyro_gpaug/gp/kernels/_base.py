@@ -402,6 +402,9 @@ class Linear(Matrix):
 
     .. math:: k(x, z) = \sigma^2 \sum_d x_d z_d
 
+    In float32, inputs far from 0 (years) leave no digits for what is not linear: centre
+    them, or add weights to the process, ``f(X) + X @ w``, which have no such error.
+
     :param variance: :math:`\sigma^2`, scalar or ``(C,)``.
 
     .. doctest::
