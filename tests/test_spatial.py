@@ -63,6 +63,12 @@ def test_triangles_around_points_are_well_shaped(points, edge):
     np.testing.assert_allclose(found, inside, atol=1e-6 * np.abs(inside).max())
 
 
+def test_a_mesh_moves_with_its_points():
+    here, far = (Mesh.around(CLOUD + at, (0.2, 0.4), 0.5) for at in (0, 5e6))
+    np.testing.assert_array_equal(far.triangles, here.triangles)
+    np.testing.assert_allclose(far.nodes - 5e6, here.nodes, atol=1e-6)
+
+
 def test_a_boundary_keeps_correlation_on_land():
     """Two arms of a bay, and a lake with an island."""
     bay = np.array([[0, 0], [3, 0], [3, 3], [2, 3], [2, 1], [1, 1], [1, 3], [0, 3.0]])

@@ -131,7 +131,10 @@ class Mesh(ByContents, Displayed):
                 f"max_edge is {max_edge} and offset {offset}. Both must be positive, "
                 "and the outer edge not shorter than the inner one"
             )
-        whole = cls(*graded(points, inner, outer, float(offset)))
+        # Qhull squares coordinates, such as northings in metres.
+        origin = points.mean(0)
+        nodes, triangles = graded(points - origin, inner, outer, float(offset))
+        whole = cls(nodes + origin, triangles)
         return whole if boundary is None else whole._inside(_rings(boundary), points)
 
     def _inside(self, rings: list[np.ndarray], points: np.ndarray) -> Mesh:
