@@ -172,3 +172,20 @@ def test_statistics_of_each_row() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         at_start(gpaug.AutoSparseGP(partial(weights, f=f)), X, LABELS)
+
+
+def test_a_density_that_rounding_makes_infinite() -> None:
+    """A probability is 1 at nodes that the best Gaussian reaches, and its complement
+    0: the fit could only end before."""
+    rng = np.random.default_rng(7)
+    x = rng.normal(size=40)
+    y = (rng.random(40) < 1 / (1 + np.exp(-3 - 5 * x))).astype(float)
+
+    def model(x, y):
+        w = numpyro.sample("w", dist.Normal(0, 10).expand([2]).to_event(1))
+        p = jax.nn.sigmoid(w[0] + w[1] * x)
+        numpyro.factor("y", y * jnp.log(p) + (1 - y) * jnp.log(1 - p))
+
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model), None)
+    with pytest.warns(UserWarning, match=r"stopped early: a log-density of \['y'\]"):
+        svi.run(jax.random.key(0), 40, x, y, progress_bar=False)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial, wraps
@@ -41,6 +42,7 @@ from numpyro_gpaug.infer.vi.resolution import (
 from numpyro_gpaug.infer.vi.result import ConjugateResult
 from numpyro_gpaug.infer.vi.schedules import Schedule
 from numpyro_gpaug.infer.vi.state import ConjugateState, unknown_bound
+from numpyro_gpaug.infer.vi.sweeps import MAX_HALVINGS
 from numpyro_gpaug.math.arrays import in_dtype_of, nan_unless
 from numpyro_gpaug.math.processes import all_or_none, spans_processes
 from numpyro_gpaug.math.sharding import check_shards, on_mesh, partitioned, rows_mesh
@@ -581,12 +583,30 @@ class ConjugateSVI(RunsModel, NotPickled, instead=_UNPICKLED):
         if plan.searches:
             warn_of_noise(state.hyper.optim_state, plan.structure, ended=ended)
         warn_of_lost(state.lost, state.natural, plan.structure)
+        if given.batches is None and not plan.noisy:
+            self._warn_of_no_step(state, Arguments.split(given.args, given.kwargs))
         if learns := plan.optim is not None:
             plan.warn_of_range(state.hyper.values)
         warn_of_reach(
             state, plan.structure, self.model, self._values,
             start if learns else None, given.args, given.kwargs,
         )  # fmt: skip
+
+    def _warn_of_no_step(self, state: ConjugateState, arguments: Arguments) -> None:
+        """Warn if no step is short enough, and a whole one has no finite bound."""
+        sizes = [float(np.min(x)) for x in state.step_sizes.values()]
+        if min(sizes, default=1.0) > 2.0**-MAX_HALVINGS:
+            return
+        plan = self._programs.plan_at(arguments, state)
+        if not np.isfinite(self._programs.ahead(state, arguments, plan=plan)):
+            sites = [site.name for site in plan.structure.observed if site.latents]
+            warnings.warn(
+                f"the fit stopped early: a log-density of {sites} is not finite at "
+                "likely values of its latents, where rounding makes a probability 0 "
+                "or 1. Write it with logits=, jax.nn.log_sigmoid, jnp.log1p or "
+                "jnp.expm1",
+                stacklevel=4,
+            )
 
     # -- states and params ------------------------------------------------------------
 

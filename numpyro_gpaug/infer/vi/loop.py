@@ -175,6 +175,14 @@ def evaluate(state: ConjugateState, arguments: Arguments, plan: Plan) -> Array:
     return -stepper.evaluate(state, stepper.key(state), {}).bound
 
 
+def bound_ahead(state: ConjugateState, arguments: Arguments, plan: Plan) -> Array:
+    """Return the bound a whole step after a state."""
+    stepper = Stepper(plan, arguments)
+    problem = stepper.problem(state.hyper.values, stepper.key(state), {})
+    here = problem.evaluate(problem.rebased(state.natural))
+    return problem.evaluate(problem.targets(here, None)).bound
+
+
 def bounds_of_batches(
     state: ConjugateState, given: Arguments | Stacked, plan: Plan
 ) -> Array:

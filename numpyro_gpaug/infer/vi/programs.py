@@ -33,6 +33,7 @@ from numpyro_gpaug.infer.vi.feeds import (
     RunArguments,
 )
 from numpyro_gpaug.infer.vi.loop import (
+    bound_ahead,
     bounds_of_batches,
     copied,
     evaluate,
@@ -121,9 +122,9 @@ class Programs:
         self.lanes = jit(
             partial(fit_lanes), small=SMALL_IN_LANES, static_argnames=static
         )
-        self.loss, self.bounds, self.sums, self.slopes = (
-            jit(partial(fn), static_argnames="plan")
-            for fn in (evaluate, bounds_of_batches, add_block, add_gradient)
+        whole = evaluate, bound_ahead, bounds_of_batches, add_block, add_gradient
+        self.loss, self.ahead, self.bounds, self.sums, self.slopes = (
+            jit(partial(fn), static_argnames="plan") for fn in whole
         )
 
     @one_thread
