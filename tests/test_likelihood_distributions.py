@@ -511,9 +511,17 @@ def test_intervals_of_real_predictions() -> None:
         def everything(key, make=make):
             predicted = predictive(make(jnp.zeros(2)), m, v)
             x = predicted.icdf(q)
-            return x, predicted.cdf(x), predicted.sample(key, (20_000,))
+            slope = jax.jacobian(lambda q: predicted.icdf(q))(0.05)
+            density = jnp.exp(predicted.log_prob(x[0]))
+            return (
+                x,
+                predicted.cdf(x),
+                predicted.sample(key, (20_000,)),
+                slope * density,
+            )
 
-        x, reached, draws = (np.asarray(a) for a in everything(random.key(0)))
+        x, reached, draws, one = (np.asarray(a) for a in everything(random.key(0)))
+        np.testing.assert_allclose(one, 1, rtol=1e-3)
         np.testing.assert_allclose(reached, q * np.ones(2), atol=2e-5)
         np.testing.assert_allclose((draws < x[-1]).mean(0), 0.9, atol=0.01)
 

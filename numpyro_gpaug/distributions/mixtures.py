@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -128,7 +129,7 @@ def quantile(
         for x in ends or bounds(d.support)
     )
     if not d.is_discrete:
-        return bisected_icdf(d.cdf, q, low, high)
+        return _inverse(_bisected, d, q, low, high)
 
     def cdf(y: Array) -> Array:
         count = jnp.ceil(y)
@@ -138,6 +139,28 @@ def quantile(
     found = jnp.ceil(bisected_icdf(cdf, q, low - 1, high, counts=True))
     # Numbers between -1 and 0 are rounded to -0, which would be printed.
     return jnp.where(found == 0, 0, found)
+
+
+def _bisected(d: Any, q: Array, low: Array, high: Array) -> Array:
+    return bisected_icdf(d.cdf, q, low, high)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _inverse(find: Callable[..., Array], d: Any, q: Array, *ends: Array) -> Array:
+    """Return ``find(d, q, *ends)``, a quantile of a continuous distribution, with
+    derivatives, which bisection does not have."""
+    return find(d, q, *ends)
+
+
+@_inverse.defjvp
+def _inverse_jvp(
+    find: Callable[..., Array], primals: Any, tangents: Any
+) -> tuple[Array, Array]:
+    found = _inverse(find, *primals)
+    _, moved = jax.jvp(lambda d, q: d.cdf(found) - q, primals[:2], tangents[:2])
+    density = jnp.exp(primals[0].log_prob(found))
+    known = density > 0
+    return found, jnp.where(known, -moved / jnp.where(known, density, 1), 0)
 
 
 def bisected_icdf(
@@ -359,6 +382,9 @@ class RealMixture(Located):
         return self._by_rows(self._below, value)
 
     def icdf(self, q: ArrayLike) -> Array:
+        return _inverse(RealMixture._found, self, jnp.asarray(q))
+
+    def _found(self, q: Array) -> Array:
         def quantile(q: Array, *parameters: Array) -> Array:
             ends = jnp.full_like(q, -jnp.inf), jnp.full_like(q, jnp.inf)
             return bisected_icdf(lambda y: self._below(y, *parameters), q, *ends)
