@@ -293,3 +293,29 @@ def test_samplers_of_a_collapsed_model_are_told_of_rounding():
     density(collapsed, (days, y), {}, {"sd": jnp.ones(())})
     with pytest.warns(UserWarning, match="rounding makes the collapsed bound"):
         density(collapsed, (days + 19000, y), {}, {"sd": jnp.ones(())})
+
+
+@pytest.mark.parametrize("kernel", ["sum", "jitter", "weights"])
+def test_covariances_that_are_rounded(kernel):
+    """With a linear kernel, or a jitter, they have the rounding errors of the prior
+    variance, which are as large as the variance of the noise."""
+    x = np.linspace(1000, 1100, 40)
+    smooth = gpaug.kernels.Matern52(8.0)
+    given = {
+        "sum": smooth + gpaug.kernels.Linear(10.0), "jitter": 1e6 * smooth,
+        "weights": smooth,
+    }[kernel]  # fmt: skip
+
+    def model(x, y=None, *, inducing):
+        slope = numpyro.sample("slope", dist.Normal(0, 10**0.5))
+        jitter = 1e-3 if kernel == "jitter" else None
+        gp = gpaug.GaussianProcess("f", given, inducing, jitter=jitter)
+        with numpyro.plate("data", len(x)):
+            numpyro.sample("y", dist.Normal(gp(x) + slope * x, 0.1), obs=y)
+
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model), None)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        svi.run(jax.random.key(0), 3, x, 3 * x, progress_bar=False, inducing=x)
+    named = ["covariances of 'f'" in str(w.message) for w in caught]
+    assert any(named) == (kernel != "weights")

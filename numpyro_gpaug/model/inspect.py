@@ -308,6 +308,7 @@ def structure_of(survey: Survey) -> Structure:
         gaussian_others=tuple(n for n in others if n in gaussian),
         shapes=tuple(survey.shapes.items()),
         indexed=survey.check_codes(sites),
+        rounded=tuple(survey.rounded),
     )
 
 

@@ -115,6 +115,8 @@ class Structure:
         Gaussian are coordinates in its columns; see :meth:`turned`.
     :param fields: names of the sites in coordinates of their own, whose prior has a
         sparse precision (:class:`~numpyro_gpaug.model.gaussians.Field`).
+    :param rounded: names of the processes whose covariances have the rounding errors of
+        the prior variance; see :mod:`numpyro_gpaug.gp.projection`.
     """
 
     blocks: tuple[Block, ...]
@@ -136,6 +138,7 @@ class Structure:
     recurrences: tuple[Grouping, ...] = ()
     basis: bytes | None = None
     fields: tuple[str, ...] = ()
+    rounded: tuple[str, ...] = ()
 
     @property
     def processes(self) -> tuple[Block, ...]:

@@ -436,6 +436,7 @@ def _read(
         shapes=tuple(survey.shapes.items()),
         process_names=tuple(survey.functions),
         fields=fields,
+        rounded=tuple(survey.rounded),
     ).with_sites(sites)
 
 

@@ -15,6 +15,7 @@ from numpyro.distributions import constraints
 from numpyro_gpaug._numpyro import is_scanned
 from numpyro_gpaug.errors import NotConjugateError
 from numpyro_gpaug.gp.conditional import Conditional
+from numpyro_gpaug.gp.kernels._base import has_constants
 from numpyro_gpaug.gp.markov import MarkovConditional
 from numpyro_gpaug.likelihoods.expectations import base_distribution, is_masked
 from numpyro_gpaug.model.arguments import Arguments
@@ -48,9 +49,10 @@ class Survey:
         sparse precision.
     :ivar held: latents that are fixed at a point estimate, each with the reason.
     :ivar blocks: processes and vector normals, and ``inputs`` the shapes of their
-        inputs. ``chains`` names processes that are chains, ``loaded`` processes whose
-        outputs share latents, and ``uncalled`` inducing values of processes that are
-        not called.
+        inputs. ``chains`` names processes that are chains, ``rounded`` processes whose
+        covariances have the rounding errors of the prior variance, ``loaded`` processes
+        whose outputs share latents, and ``uncalled`` inducing values of processes that
+        are not called.
     :ivar shapes: shapes of values; ``functions`` has shapes of function values.
     :ivar constraints: constraints of params.
     :ivar inside: the plates around each site.
@@ -80,6 +82,7 @@ class Survey:
         self.blocks: list[Block] = []
         self.inputs: dict[str, jax.ShapeDtypeStruct] = {}
         self.chains: list[str] = []
+        self.rounded: list[str] = []
         self.uncalled: list[str] = []
         self.discrete: list[str] = []
         self.limited: list[str] = []
@@ -184,6 +187,8 @@ class Survey:
                     self.loaded.add(name)
                 if isinstance(f, MarkovConditional):
                     self.chains.append(name)
+                elif f.gp.jitter is not None or not has_constants(f.gp.kernel):
+                    self.rounded.append(name)
         for name in (n for b in self.blocks for n in (b.name, b.site)):
             value = trace[name]["value"]
             self.inputs[name] = jax.ShapeDtypeStruct(value.shape, value.dtype)

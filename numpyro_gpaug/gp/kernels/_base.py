@@ -162,6 +162,13 @@ def constant_of(kernel: Any) -> Any:
     return getattr(kernel, "constant", None) if isinstance(kernel, _Algebra) else None
 
 
+def has_constants(kernel: Any) -> bool:
+    """Whether a kernel has a constant, and so do all kernels that it consists of."""
+    if isinstance(kernel, _Pair):
+        return has_constants(kernel.left) and has_constants(kernel.right)
+    return constant_of(kernel) is not None
+
+
 def deviation_of(kernel: Any, *inputs: ArrayLike) -> jax.Array:
     """Return ``k(X, Z)`` or ``k(X)`` minus :func:`constant_of`, without
     cancellation."""

@@ -38,6 +38,7 @@ from numpyro_gpaug.infer.vi.resolution import (
     check_precision,
     is_broken,
     warn_of_lost,
+    warn_of_rounded,
 )
 from numpyro_gpaug.infer.vi.result import ConjugateResult
 from numpyro_gpaug.infer.vi.schedules import Schedule
@@ -583,6 +584,7 @@ class ConjugateSVI(RunsModel, NotPickled, instead=_UNPICKLED):
         if plan.searches:
             warn_of_noise(state.hyper.optim_state, plan.structure, ended=ended)
         warn_of_lost(state.lost, state.natural, plan.structure)
+        warn_of_rounded(state.natural, plan.structure)
         if given.batches is None and not plan.noisy:
             self._warn_of_no_step(state, Arguments.split(given.args, given.kwargs))
         if learns := plan.optim is not None:

@@ -21,7 +21,7 @@ from numpyro_gpaug.errors import CholeskyError
 from numpyro_gpaug.gaussians.dense import Moments
 from numpyro_gpaug.infer.vi.latent_gaussian import Natural
 from numpyro_gpaug.math.compiling import jit_for_few_runs
-from numpyro_gpaug.model.latents import Structure
+from numpyro_gpaug.model.latents import JOINT, Structure
 
 # The error in nats that users are told of. Means of latents are off by the same number
 # of standard deviations.
@@ -135,6 +135,34 @@ def warn_of_lost(nats: Array, natural: Natural, structure: Structure) -> None:
         )
 
 
+def warn_of_rounded(natural: Natural, structure: Structure) -> None:
+    """Warn if rounding of the covariances of processes makes the bound uncertain.
+
+    A datum of precision W loses ``W eps k(x, x) / 2`` nats, and errors are independent.
+    The diagonal of the precision of the whitened inducing values is 1 plus a sum over
+    data that adds up to ``W k(x, x)``.
+
+    :param natural: natural parameters of all blocks.
+    :param structure: the structure of the model.
+    """
+    if not structure.rounded:
+        return
+    added = _by_site({k: x.diagonal - 1 for k, x in natural.items()}, structure)
+    eps = max(_eps(x) for x in natural.values())
+    for name in structure.rounded:
+        known = np.asarray(added[f"{name}.v" if structure.joint else name], float)
+        nats = eps / 2 * known.sum() / structure.functions[name].shape[0] ** 0.5
+        if nats > LOST:
+            warnings.warn(
+                f"rounding of the covariances of {name!r} makes the bound uncertain by "
+                f"about {nats:.2g} nats: its prior variance is far larger than the "
+                "variance of the noise. Centre the inputs of kernels that are not "
+                "stationary, write a Linear kernel as weights, f(X) + X @ w, pass no "
+                f"jitter, or {_FLOAT64}",
+                stacklevel=4,
+            )
+
+
 def is_broken(natural: Natural) -> bool:
     """Whether rounding keeps a precision from being positive definite.
 
@@ -201,14 +229,16 @@ def _named(figures: dict[str, Any], structure: Structure) -> list[str]:
 
     :param figures: errors by block and latent.
     """
-    names: list[str] = []
-    largest = max(np.max(x) for x in figures.values())
-    for name, of_block in figures.items():
-        by_site = {name: np.asarray(of_block)}
-        if structure.joint:
-            flat = by_site[name][0]
-            if structure.basis is not None:
-                flat = np.square(structure.matrix) @ flat
-            by_site = structure.split(flat)
-        names += [k for k, x in by_site.items() if np.max(x) > NAMED * largest]
-    return names
+    sites = _by_site(figures, structure)
+    largest = max(np.max(x) for x in sites.values())
+    return [k for k, x in sites.items() if np.max(x) > NAMED * largest]
+
+
+def _by_site(figures: dict[str, Any], structure: Structure) -> dict[str, Any]:
+    """Return values of latents by block as values by site."""
+    if not structure.joint:
+        return {name: np.asarray(x) for name, x in figures.items()}
+    (flat,) = np.asarray(figures[JOINT])
+    if structure.basis is not None:
+        flat = np.square(structure.matrix) @ flat
+    return structure.split(flat)
