@@ -377,7 +377,7 @@ def test_noise_behind_means_of_very_short_steps():
         rows = Rows(own, place, none, none, none.astype(int))
         data = structure.information(rows, 10 * y, jnp.full(40, 10.0, t.dtype))
         q = jax.tree.map(jnp.add, prior.natural, data).moments()
-        return prior.white(q)[0], prior._noise(q.mean)[0].ravel()
+        return prior.centre(q)[0, 1], prior._noise(q.mean)[0].ravel()
 
     given = (jnp.asarray(x, jnp.float32) for x in (t, y))
     found, differences = map(np.asarray, jax.jit(white)(*given))

@@ -259,15 +259,16 @@ def check_plates(structure: Structure, passed: tuple[str, ...], state: Any) -> N
 _LARGE_LOSS, _WORSE, _PRIOR = 10.0, 5.0, 15.0
 
 
-def warn_of_size(loss: np.floating, rows: int) -> None:
+def warn_of_size(loss: np.floating, rows: int) -> bool:
     """Warn if rounding of the bound hides a nat for every row: then no step is seen to
     improve the fit, and it seems to have converged where it started.
 
     :param loss: minus the bound, in the dtype of the fit.
     :param rows: the number of rows.
+    :return: whether it hides one.
     """
     hidden = float(loss) * float(np.finfo(loss.dtype).eps)
-    if hidden > max(rows, 1):
+    if hides := hidden > max(rows, 1):
         warnings.warn(
             f"the bound is {-float(loss):.3g} nats for {rows} rows, and rounds to "
             f"{hidden:.2g} nats: the fit may have stopped anywhere. Likely causes: a "
@@ -276,6 +277,7 @@ def warn_of_size(loss: np.floating, rows: int) -> None:
             "from the model's",
             stacklevel=5,
         )
+    return hides
 
 
 def warn_of_units(

@@ -540,8 +540,9 @@ class ConjugateSVI(RunsModel, NotPickled, instead=_UNPICKLED):
         # The last loop may have no steps.
         found = np.concatenate(losses)
         if given.batches is None and not plan.noisy and len(found):
-            loss = found[-1]
-            warn_of_size(loss, Arguments.split(given.args, given.kwargs).num_rows)
+            loss, arguments = found[-1], Arguments.split(given.args, given.kwargs)
+            if not warn_of_size(loss, arguments.num_rows):
+                self._warn_of_no_step(state, arguments)
             # If all scales are fixed, the user has chosen them.
             if progress.at_rest and plan.transforms:
                 at = self.model, plan.structure, given.args, given.kwargs
@@ -585,8 +586,6 @@ class ConjugateSVI(RunsModel, NotPickled, instead=_UNPICKLED):
             warn_of_noise(state.hyper.optim_state, plan.structure, ended=ended)
         warn_of_lost(state.lost, state.natural, plan.structure)
         warn_of_rounded(state.natural, plan.structure)
-        if given.batches is None and not plan.noisy:
-            self._warn_of_no_step(state, Arguments.split(given.args, given.kwargs))
         if learns := plan.optim is not None:
             plan.warn_of_range(state.hyper.values)
         warn_of_reach(
@@ -607,7 +606,7 @@ class ConjugateSVI(RunsModel, NotPickled, instead=_UNPICKLED):
                 "likely values of its latents, where rounding makes a probability 0 "
                 "or 1. Write it with logits=, jax.nn.log_sigmoid, jnp.log1p or "
                 "jnp.expm1",
-                stacklevel=4,
+                stacklevel=5,
             )
 
     # -- states and params ------------------------------------------------------------

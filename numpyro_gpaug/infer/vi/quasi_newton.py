@@ -431,7 +431,7 @@ def warn_of_noise(search: Search, structure: Structure, *, ended: bool) -> None:
             "(data determine sums of latents far better than their priors do), or the "
             "bound has a kink. Use float64, jax.config.update('jax_enable_x64', True), "
             "centre the responses, or start from other values, init_params=",
-            stacklevel=5,
+            stacklevel=6,
         )
     noise = uncertainty(search)
     if noise > NOISY:
@@ -443,7 +443,7 @@ def warn_of_noise(search: Search, structure: Structure, *, ended: bool) -> None:
             f"rounding makes the bound uncertain by up to {noise:.2g} nats "
             f"({cause}), and learning may have ended that far below the optimum. "
             f"Use float64, jax.config.update('jax_enable_x64', True){cure}",
-            stacklevel=5,
+            stacklevel=6,
         )
 
 

@@ -120,7 +120,7 @@ def warn_of_lost(nats: Array, natural: Natural, structure: Structure) -> None:
             f"be too large. This makes the bound uncertain by about {float(nats):.2g} "
             "nats: compare models only if their bounds differ by more. Many members of "
             "the crossed groupings have little data, or form parts that do not cross",
-            stacklevel=4,
+            stacklevel=6,
         )
     elif np.asarray(nats) > LOST:
         both = {k: inflated_and_displaced(x, x.moments()) for k, x in natural.items()}
@@ -131,7 +131,7 @@ def warn_of_lost(nats: Array, natural: Natural, structure: Structure) -> None:
             f"rounding makes the bound uncertain by about {float(nats):.2g} nats, and "
             "learning may have ended further below: "
             + cause(figures, natural, structure),
-            stacklevel=4,
+            stacklevel=6,
         )
 
 
@@ -159,7 +159,7 @@ def warn_of_rounded(natural: Natural, structure: Structure) -> None:
                 "variance of the noise. Centre the inputs of kernels that are not "
                 "stationary, write a Linear kernel as weights, f(X) + X @ w, pass no "
                 f"jitter, or {_FLOAT64}",
-                stacklevel=4,
+                stacklevel=6,
             )
 
 
