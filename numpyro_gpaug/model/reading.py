@@ -291,7 +291,8 @@ def _instead(reason: str) -> str:
         )
     return (
         "Combine data by operations on the affine predictor, before its link. Write a "
-        "softmax as Categorical(logits=eta) or Multinomial(total, logits=eta)"
+        "softmax as Categorical(logits=eta) or Multinomial(total, logits=eta). "
+        "AutoSparseGP fits RobustMax and LogisticSoftmax"
     )
 
 
