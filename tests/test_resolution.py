@@ -295,6 +295,36 @@ def test_samplers_of_a_collapsed_model_are_told_of_rounding():
         density(collapsed, (days + 19000, y), {}, {"sd": jnp.ones(())})
 
 
+def test_directions_that_float32_just_resolves():
+    """Of a year and its square, as they are, the data know the curvature."""
+    year, group = np.tile(np.arange(2000, 2010.0), 20), np.repeat(np.arange(20), 10)
+    rng = np.random.default_rng(0)
+    y = 0.1 * (year - 2005) + rng.normal(size=20)[group] + 0.3 * rng.normal(size=200)
+
+    def model(columns, group, y=None):
+        level = numpyro.sample("level", dist.Normal(0, 1e5))
+        b = numpyro.sample("b", dist.Normal(0, np.array([100.0, 1.0])).to_event(1))
+        with numpyro.plate("groups", 20):
+            u = numpyro.sample("u", dist.Normal(0, 1))
+        with numpyro.plate("data", len(group)):
+            f = numpyro.deterministic("f", level + columns @ b + u[group])
+            numpyro.sample("y", dist.Normal(f, 0.3), obs=y)
+
+    data = np.stack([year, year**2], 1), group
+    svi = gpaug.ConjugateSVI(model, gpaug.AutoLatentGaussian(model), None)
+    fit = svi.run(jax.random.key(0), 20, *data, y, progress_bar=False)
+    f = svi.posterior(fit).predict_f(*data, site="f")
+    # With centred columns, priors as wide as these are flat.
+    columns = np.vander(year - 2004.5, 3)
+    design = np.concatenate([columns, np.eye(20)[group]], 1)
+    precision = np.diag([0.0] * 3 + [1.0] * 20) + design.T @ design / 0.09
+    covariance = design @ np.linalg.solve(precision, design.T)
+    deviation = np.sqrt(np.diag(covariance))
+    np.testing.assert_allclose(np.sqrt(f.variance), deviation, rtol=0.02)
+    off = (f.mean - covariance @ y / 0.09) / deviation
+    np.testing.assert_allclose(off, 0, atol=0.1)
+
+
 @pytest.mark.parametrize("kernel", ["sum", "jitter", "weights"])
 def test_covariances_that_are_rounded(kernel):
     """With a linear kernel, or a jitter, they have the rounding errors of the prior

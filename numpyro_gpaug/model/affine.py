@@ -243,7 +243,8 @@ def _resolved(projection: Array, basis: Array) -> Array:
     """
     eps = float(jnp.finfo(projection.dtype).eps)
     plain = jnp.square(linalg.precise(jnp.matmul)(basis, projection)).sum(-1)
-    least = 4 * eps * jnp.sqrt(len(projection) * (plain @ jnp.square(basis)))
+    # A few roundings, of half a unit each, of terms of these sizes.
+    least = 2 * eps * (jnp.sqrt(plain) @ jnp.abs(basis))
     sizes = jnp.linalg.norm(projection, axis=-1)
     return jnp.where((sizes > least)[:, None], projection, 0)
 
