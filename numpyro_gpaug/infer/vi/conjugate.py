@@ -595,7 +595,7 @@ class ConjugateSVI(RunsModel, NotPickled, instead=_UNPICKLED):
 
     def _warn_of_no_step(self, state: ConjugateState, arguments: Arguments) -> None:
         """Warn if no step is short enough, and a whole one has no finite bound."""
-        sizes = [float(np.min(x)) for x in state.step_sizes.values()]
+        sizes = [np.asarray(x).min() for x in state.step_sizes.values()]
         if min(sizes, default=1.0) > 2.0**-MAX_HALVINGS:
             return
         plan = self._programs.plan_at(arguments, state)
