@@ -19,6 +19,7 @@ from numpyro_gpaug.kernels import (
     Matern12,
     Matern32,
     Matern52,
+    Oscillator,
     Periodic,
     Product,
     RationalQuadratic,
@@ -201,7 +202,7 @@ def test_curvature_at_coincident_points(columns):
         Periodic: (2 * np.pi) ** 2,
     }  # fmt: skip
     if columns == 1:
-        known[Cosine] = (2 * np.pi) ** 2
+        known |= {Cosine: (2 * np.pi) ** 2, Oscillator: (2 * np.pi) ** 2 + 1}
     x = draw(0, columns)
 
     @jax.jit

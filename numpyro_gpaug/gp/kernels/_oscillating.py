@@ -96,7 +96,8 @@ class Oscillator(_OfTime):
     variance: ArrayLike = 1.0
 
     def _correlation(self, since: jax.Array) -> jax.Array:
-        distance = jnp.abs(since)
+        # Its derivative at 0 must not be 0: second derivatives contain its square.
+        distance = jnp.where(since < 0, -since, since)
         scale = self._value("lengthscale", distance.dtype)
         scale = scale[..., None] if scale.ndim else scale
         omega = 2 * math.pi / self._over_pairs("period", distance.dtype)
