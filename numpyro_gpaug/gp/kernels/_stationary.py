@@ -103,21 +103,21 @@ _less_one.defjvps(lambda moved, value, _: moved * (value + 1))
 
 
 @jax.custom_jvp
-def _once(squared: jax.Array) -> jax.Array:
+def _matern32(squared: jax.Array) -> jax.Array:
     r = safe_sqrt(squared)
     return (1 + r) * jnp.exp(-r)
 
 
-_once.defjvps(lambda moved, _, squared: moved * jnp.exp(-safe_sqrt(squared)) / -2)
+_matern32.defjvps(lambda moved, _, squared: moved * jnp.exp(-safe_sqrt(squared)) / -2)
 
 
 @jax.custom_jvp
-def _twice(squared: jax.Array) -> jax.Array:
+def _matern52(squared: jax.Array) -> jax.Array:
     r = safe_sqrt(squared)
     return (1 + r + squared / 3) * jnp.exp(-r)
 
 
-_twice.defjvps(lambda moved, _, squared: moved * _once(squared) / -6)
+_matern52.defjvps(lambda moved, _, squared: moved * _matern32(squared) / -6)
 
 
 def _lost_of_matern(
@@ -271,7 +271,7 @@ class Matern32(_Stationary):
     """
 
     def _correlation(self, squared: jax.Array) -> jax.Array:
-        return _once(3 * squared)
+        return _matern32(3 * squared)
 
     def _lost(self, squared: jax.Array) -> jax.Array:
         r = math.sqrt(3) * safe_sqrt(squared)
@@ -298,7 +298,7 @@ class Matern52(_Stationary):
     """
 
     def _correlation(self, squared: jax.Array) -> jax.Array:
-        return _twice(5 * squared)
+        return _matern52(5 * squared)
 
     def _lost(self, squared: jax.Array) -> jax.Array:
         r = math.sqrt(5) * safe_sqrt(squared)

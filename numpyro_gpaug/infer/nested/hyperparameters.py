@@ -189,7 +189,7 @@ class Hyperparameters:
         draws overflow.
 
         :param data: the model's arguments.
-        :param num: the number of draws, of which finite ones are kept.
+        :param num: the number of draws. Draws that are not finite are left out.
         :param rng: random numbers.
         """
         if self._weighted:

@@ -550,9 +550,8 @@ class Programs:
 
         :param one: a function of the arrays of a point, and of what all points share.
         :param how: see :func:`~numpyro_gpaug.infer.nested.hyperparameters.compiled`.
-        :return: a function of the arrays of all points, with a leading axis; of the
-            number of points at the beginning that are needed, ``None`` for all; and of
-            what they share.
+        :return: ``many(arrays, num, *shared)``. The arrays have a leading axis over
+            points, of which only the first ``num`` are needed (``None``: all).
         """
 
         def many(each: tuple[Any, ...], num: Any, *shared: Any) -> Any:

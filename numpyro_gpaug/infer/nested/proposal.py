@@ -110,8 +110,8 @@ class Proposal(NamedTuple):
     from_prior: float
 
     def counts(self, num: int) -> tuple[int, list[tuple[StudentT, int]]]:
-        """Return the number of points, out of ``num``, from the prior, and the
-        components that others are from, each with their number."""
+        """Return how many of ``num`` points are from the prior, and every component
+        that has points, with their number."""
         prior = int(round(self.from_prior * num))
         edges = np.round(np.cumsum([0.0, *self.shares]) / sum(self.shares) * num)
         edges = np.round(edges * (num - prior) / num).astype(int)
@@ -163,8 +163,8 @@ def tempered(log_weights: np.ndarray, least: float) -> np.ndarray:
 def with_points(
     components: tuple[StudentT, ...], points: np.ndarray, log_weights: np.ndarray
 ) -> list[tuple[StudentT, np.ndarray]]:
-    """Return distributions, each with a mask (n,) of the points with a weight that it
-    makes most probable."""
+    """Return every component, with a mask (n,) of the weighted points that are most
+    probable under it."""
     nearest = np.argmax([c.log_density(points) for c in components], axis=0)
     known = np.isfinite(log_weights)
     return [(c, known & (nearest == i)) for i, c in enumerate(components)]
